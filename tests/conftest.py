@@ -1,0 +1,52 @@
+"""Set-up that must come before jax is imported, and the fixtures that every test may use.
+
+Tests run on 8 emulated CPU devices. With TACO_TEST_GPU=1 they run on the machine's own GPUs: use it with `-m gpu`.
+"""
+
+import os
+import sys
+
+import pytest
+
+GPU = os.environ.get("TACO_TEST_GPU") == "1"
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set XLA_FLAGS; does a pytest plugin do it?")
+if not GPU:
+    from helpers import cpu_environment
+
+    os.environ.update(cpu_environment(devices=8))
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs NVIDIA GPUs: run on a machine that has some, with TACO_TEST_GPU=1")
+    for item in items:
+        if "gpu" in item.keywords and not GPU:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def make_mesh():
+    """make_mesh(dp=1, pp=1, tp=1): see `helpers.make_mesh`."""
+    from helpers import make_mesh
+
+    return make_mesh
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """run_python(code_or_argv, devices=8, ...): a fresh process in the test's own folder; see `helpers.run_python`."""
+    from helpers import run_python
+
+    def run(code_or_argv, **options):
+        return run_python(code_or_argv, **{"cwd": tmp_path, **options})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def repository():
+    """Path of the repository's root, for tests that read the README or run an experiment file."""
+    from helpers import REPOSITORY
+
+    return REPOSITORY

@@ -1,0 +1,78 @@
+"""Plain functions for tests: `from helpers import make_mesh, run_python`. Importing this module does not import jax."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+def cpu_environment(devices: int = 8) -> dict[str, str]:
+    """The variables that make jax emulate `devices` CPU devices; other XLA flags that are set stay."""
+    flags = [
+        *_foreign_xla_flags(),
+        f"--xla_force_host_platform_device_count={devices}",
+        # Eight devices on two cores may keep each other waiting for longer than XLA's limit, which aborts the process.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+
+
+def _foreign_xla_flags() -> list[str]:
+    ours = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call_terminate_timeout_seconds")
+    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(ours)]
+
+
+def make_mesh(dp: int = 1, pp: int = 1, tp: int = 1, *, explicit: bool = False):
+    """A mesh of the first dp*pp*tp devices with axes ("dp", "pp", "tp"), Auto unless `explicit`; too few: the test skips."""
+    import jax
+    import pytest
+    from jax.sharding import AxisType
+
+    need, have = dp * pp * tp, len(jax.devices())
+    if have < need:
+        pytest.skip(f"needs {need} devices, there are {have}")
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh((dp, pp, tp), ("dp", "pp", "tp"), axis_types=(kind,) * 3, devices=jax.devices()[:need])
+
+
+def run_python(
+    code_or_argv: str | Sequence[object],
+    *,
+    devices: int | None = 8,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | os.PathLike | None = None,
+    timeout: float = 300,
+    check: int | None = 0,
+) -> subprocess.CompletedProcess:
+    """Run Python in a fresh process that imports the packages of this checkout; returns its stdout and stderr as text.
+
+    Args:
+        code_or_argv: source text for `python -c`, or a list of arguments, `["-m", "taco_jax.train", "--help"]`.
+        devices: emulated CPU devices; None sets neither XLA_FLAGS nor JAX_PLATFORMS.
+        env: variables to set; a value of None removes one.
+        cwd: working directory.
+        timeout: seconds.
+        check: the exit status to insist on (the output is in the failure message); None accepts any.
+    """
+    arguments = ["-c", code_or_argv] if isinstance(code_or_argv, str) else [str(a) for a in code_or_argv]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    if devices is not None:
+        environment |= cpu_environment(devices)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    for name, value in (env or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    result = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=cwd, timeout=timeout, capture_output=True, text=True
+    )
+    if check is not None and result.returncode != check:
+        raise AssertionError(
+            f"python {' '.join(arguments)[:500]}\nexit status {result.returncode}, expected {check}\n"
+            f"--- stdout\n{result.stdout[-4000:]}\n--- stderr\n{result.stderr[-8000:]}"
+        )
+    return result

@@ -1,0 +1,37 @@
+"""`import taco_jax` starts no backend, sets no flag and prints nothing; nor does any of our modules."""
+
+# jax lets the number of CPU devices be set only while no backend has started, so the last lines show that none has.
+TEMPLATE = """
+import os
+import jax
+environment, flags = dict(os.environ), dict(jax.config.values)
+{imports}
+changed = {{k: os.environ.get(k) for k in {{*os.environ, *environment}} if os.environ.get(k) != environment.get(k)}}
+changed |= {{k: v for k, v in jax.config.values.items() if k in flags and flags[k] != v}}
+assert not changed, changed
+jax.config.update("jax_num_cpu_devices", 3)
+assert len(jax.devices()) == 3
+"""
+
+EVERY_MODULE = """
+import importlib, pkgutil, taco_jax, pallas_kernels
+for package in (taco_jax, pallas_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+"""
+
+# Not inherited from the tests' own set-up: a user's flag that must survive.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+
+
+def test_import_is_quiet(run_python):
+    code = TEMPLATE.format(imports="import taco_jax")
+    result = run_python(code, devices=None, env=ENVIRONMENT)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_no_module_starts_a_backend_or_sets_a_flag(run_python):
+    code = TEMPLATE.format(imports=EVERY_MODULE)
+    result = run_python(code, devices=None, env=ENVIRONMENT)
+    assert result.stdout == ""
