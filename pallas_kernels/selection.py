@@ -30,7 +30,7 @@ class KernelSpec:
     """One codec operation, as far as the choice of a kernel depends on it. Hashable; holds no array.
 
     `encode` turns x into a wire; `reduce` decodes the P-1 wires of the peers, adds the own chunk in f32 and encodes the
-    sum again; `decode` turns a wire into x. `elements` counts the elements of x on one device, for `reduce` of one chunk.
+    sum again; `decode` turns a wire into x. `elements` counts the elements of x on one device (`reduce`: of one chunk).
     """
 
     operation: str  # one of OPERATIONS

@@ -4,7 +4,9 @@ Tests run on 8 emulated CPU devices. With TACO_TEST_GPU=1 they run on the machin
 """
 
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -16,6 +18,20 @@ if not GPU:
     from helpers import cpu_environment
 
     os.environ.update(cpu_environment(devices=8))
+
+# Test processes, and the programs that tests start, compile many of the same steps: they share one cache for this run,
+# made by the first process and inherited by the others. On CPU a cached program repeats the bits of a fresh one, and
+# its compiled HLO reads the same. Set JAX_COMPILATION_CACHE_DIR to keep a cache from run to run.
+CACHE = None
+if not GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    CACHE = tempfile.mkdtemp(prefix="taco_jax_test_cache_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_unconfigure():
+    if CACHE is not None:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

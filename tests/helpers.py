@@ -26,7 +26,7 @@ def _foreign_xla_flags() -> list[str]:
 
 
 def make_mesh(dp: int = 1, pp: int = 1, tp: int = 1, *, explicit: bool = False):
-    """A mesh of the first dp*pp*tp devices with axes ("dp", "pp", "tp"), Auto unless `explicit`; too few: the test skips."""
+    """A mesh of the first dp*pp*tp devices, axes ("dp", "pp", "tp"), Auto or Explicit. Too few skip the test."""
     import jax
     import pytest
     from jax.sharding import AxisType

@@ -1,0 +1,65 @@
+# Shared by .ci/run and .ci/nightly. Sourced, with bash, from the repository's root.
+
+failures=()
+
+# step NAME COMMAND...: runs the command in a subshell, says how long it took, remembers a failure and goes on.
+step() {
+    local name=$1 start=$SECONDS status
+    shift
+    printf '\n=== %s\n' "$name"
+    # Not `"$@" || status=$?`: bash ignores `set -e` inside of a command whose status is tested.
+    set +e
+    (
+        set -e
+        "$@"
+    )
+    status=$?
+    set -e
+    if ((status == 0)); then
+        printf '=== %s: ok (%d s)\n' "$name" $((SECONDS - start))
+    else
+        printf '=== %s: FAILED with status %d (%d s)\n' "$name" "$status" $((SECONDS - start))
+        failures+=("$name")
+    fi
+}
+
+# checkout FOLDER: the files a fresh clone would have (untracked ones too, ignored ones not), so that nothing that lies
+# around in the working tree helps a test to pass.
+checkout() {
+    mkdir -p "$1"
+    git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+        if [[ -e $file ]]; then printf '%s\0' "$file"; fi
+    done | tar --create --null --files-from=- | tar --extract --directory="$1"
+}
+
+# test_command: the README's own, word for word.
+test_command() {
+    sed -n '/the test command that .ci\/run takes/,/^```$/p' README.md | sed '1,/^```bash$/d;/^```$/d'
+}
+
+# other_pythons: one interpreter per line for each supported version that the machine has and that is not $1 (as 3.12).
+other_pythons() {
+    local candidate version seen=" $1 "
+    for candidate in python3.11 python3.12 python3.13 "$HOME"/.pyenv/versions/*/bin/python; do
+        candidate=$(command -v "$candidate") || continue
+        # A shim may stand there for a version that is not active, and a distribution may lack venv: both fail here.
+        version=$("$candidate" -c 'import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        case $version in 3.11 | 3.12 | 3.13) ;; *) continue ;; esac
+        [[ $seen == *" $version "* ]] && continue
+        seen+="$version "
+        printf '%s %s\n' "$version" "$candidate"
+    done
+}
+
+# finish LOG: the closing words; exits with 1 if a step failed. LOG is pytest's output.
+finish() {
+    printf '\n'
+    grep -hsE '(passed|failed|error|no tests ran|deselected).* in [0-9.]+s' "$1" | tail -n 1 || true
+    if ((${#failures[@]})); then
+        printf 'FAILED after %d s:' "$SECONDS"
+        printf ' [%s]' "${failures[@]}"
+        printf '\n'
+        exit 1
+    fi
+    printf 'All passed after %d s\n' "$SECONDS"
+}
