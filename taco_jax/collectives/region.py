@@ -1,0 +1,55 @@
+"""What the collectives ask of the region they are traced in, and the casts between varying and invarying values.
+
+Every differentiable entry needs `jax.shard_map` that is manual over ALL mesh axes, with check_vma=True. Without the type system the
+same custom_vjp gives weight gradients that are exactly 1/P of the truth while every forward test passes; in a partly manual region
+XLA gathers the operand over the other axes first. So both raise.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from taco_jax.compat import varying_axes
+
+AxisName = str | tuple[str, ...]
+
+
+def axis_tuple(axis: AxisName) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def in_manual_region(axis: AxisName) -> bool:
+    """True inside a shard_map that is manual over `axis`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return all(a in manual for a in axis_tuple(axis))
+
+
+def check_region(axis: AxisName, entry: str) -> None:
+    """Raises ValueError unless `entry` is traced where its gradient is right."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = axis_tuple(axis)
+    missing = [a for a in axes if a not in mesh.manual_axes]
+    if missing:
+        raise ValueError(
+            f"{entry}: axis {missing[0]!r} is not a manual mesh axis here (manual: {sorted(mesh.manual_axes) or 'none'}); call it "
+            f"inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) over a mesh that has this axis"
+        )
+    rest = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
+    if rest:
+        raise ValueError(
+            f"{entry}: the region is manual over {sorted(mesh.manual_axes)} but not over {rest}; XLA would gather the operand over "
+            "them first. Leave axis_names out of jax.shard_map, so that it is manual over all mesh axes"
+        )
+    if not all(a in varying_axes(lax.axis_index(a)) for a in axes):
+        raise ValueError(
+            f"{entry}: the region was made with check_vma=False, where gradients of replicated weights come out divided by the number "
+            "of ranks; use jax.shard_map(..., check_vma=True), the default"
+        )
+
+
+def to_varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
+    """x typed varying over `axes` too; a no-op where it is already. Its transpose is a psum over the added axes."""
+    wanted = axis_tuple(axes) if isinstance(axes, str | tuple) else axes
+    missing = tuple(a for a in wanted if a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,98 @@
+"""Element formats: how one scaled value becomes a code of 4 to 8 bits, and back.
+
+Integers are symmetric two's complement (int4: -7..7). Floats follow OCP: e4m3 and e5m2 (8 bits), e3m2 and e2m3 (6), e2m1 (4).
+Values are clipped to the format's own maximum before the cast: XLA turns f32 above 464 into an e4m3 NaN while the hardware cast
+saturates, and only after a clip do all implementations agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """One element format. `nan` is the code that stands for a non-finite value, None where the format has none."""
+
+    name: str
+    bits: int
+    maximum: float
+    mantissa: int | None = None  # stored mantissa bits of a float format; None: integer
+    min_exponent: int = 0  # exponent of the smallest normal
+    nan: int | None = None
+    cast: str | None = None  # the jax dtype whose cast is this format, where there is one
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa is not None
+
+
+ELEMENTS = {
+    e.name: e
+    for e in (
+        Element("e4m3", 8, 448.0, 3, -6, nan=0x7F, cast="float8_e4m3fn"),
+        Element("e5m2", 8, 57344.0, 2, -14, nan=0x7E, cast="float8_e5m2"),
+        Element("int8", 8, 127.0, nan=0x80),
+        Element("int6", 6, 31.0, nan=0x20),
+        Element("int5", 5, 15.0, nan=0x10),
+        Element("int4", 4, 7.0, nan=0x08),
+        Element("e3m2", 6, 28.0, 2, -2),
+        Element("e2m3", 6, 7.5, 3, 0),
+        Element("e2m1", 4, 6.0, 1, 0),
+    )
+}
+
+
+def _round(v: jax.Array, noise: jax.Array | None) -> jax.Array:
+    # Nearest even, or stochastic: floor(v + u), u uniform in [0, 1), is unbiased for either sign.
+    return jnp.round(v) if noise is None else jnp.floor(v + noise)
+
+
+def to_codes(element: Element, v: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+    """float32 values (already divided by the scale) -> uint8 codes in the low `element.bits` bits.
+
+    Rounds to nearest even, or stochastically where `noise` (uniform in [0, 1), v's shape) is given. Values beyond the maximum clip.
+    """
+    v = jnp.clip(v, -element.maximum, element.maximum)
+    if not element.is_float:
+        q = jnp.clip(_round(v, noise), -element.maximum, element.maximum)
+        return q.astype(jnp.int8).astype(jnp.uint8) & jnp.uint8((1 << element.bits) - 1)
+    if element.cast is not None and noise is None:
+        return lax.bitcast_convert_type(v.astype(element.cast), jnp.uint8)
+    # The magnitude codes of a float format are its values in order, so with the spacing 2^(e - m) of v's binade the code is
+    # (e - e_min) * 2^m + round(|v| / spacing); a round-up into the next binade lands on the right code by itself.
+    bits = lax.bitcast_convert_type(v, jnp.int32)
+    e = jnp.maximum((bits >> 23 & 0xFF) - 127, element.min_exponent)
+    inverse_spacing = lax.bitcast_convert_type((127 - e + element.mantissa) << 23, jnp.float32)
+    magnitude = (e - element.min_exponent) << element.mantissa
+    magnitude = magnitude + _round(jnp.abs(v) * inverse_spacing, noise).astype(jnp.int32)
+    top = _magnitude_code(element, element.maximum)
+    sign = (bits >> 31 & 1) << (element.bits - 1)
+    return (jnp.minimum(magnitude, top) | sign).astype(jnp.uint8)
+
+
+def from_codes(element: Element, codes: jax.Array) -> jax.Array:
+    """uint8 codes -> float32 values, exactly. The nan code of an integer format is not interpreted here."""
+    if not element.is_float:
+        unused = 8 - element.bits
+        signed = lax.bitcast_convert_type(codes << unused, jnp.int8)
+        return (signed >> unused).astype(jnp.float32)
+    if element.cast is not None:
+        return lax.bitcast_convert_type(codes, jnp.dtype(element.cast)).astype(jnp.float32)
+    m = element.mantissa
+    magnitude = (codes & jnp.uint8((1 << (element.bits - 1)) - 1)).astype(jnp.int32)
+    exponent = jnp.maximum((magnitude >> m) - 1, 0)
+    significand = (magnitude - (exponent << m)).astype(jnp.float32)
+    value = significand * lax.bitcast_convert_type((exponent + element.min_exponent - m + 127) << 23, jnp.float32)
+    negative = (codes >> (element.bits - 1) & jnp.uint8(1)) != 0
+    return jnp.where(negative, -value, value)
+
+
+def _magnitude_code(element: Element, value: float) -> int:
+    e = max(int(np.floor(np.log2(value))), element.min_exponent)
+    return ((e - element.min_exponent) << element.mantissa) + int(value / 2.0 ** (e - element.mantissa))

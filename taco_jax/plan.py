@@ -1,0 +1,78 @@
+"""Which site uses which codec pair: `Compression` for one site, `Plan` for a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from taco_jax.codec import Codec, as_codec
+
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+LINKS = ("auto", "nccl", "nvlink")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """How one site communicates.
+
+    Args:
+      forward, backward: codec (preset name or `Codec`) of activations and of their gradients.
+      min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for the link.
+      algorithm: two_shot, one_shot, or auto (the exchange for two ranks, else two_shot).
+      link: nccl, nvlink (one-kernel collectives over peer memory), or auto.
+    """
+
+    forward: str | Codec = "taco"
+    backward: str | Codec = "taco"
+    min_bytes: int | None = None
+    algorithm: str = "auto"
+    link: str = "auto"
+
+    def __post_init__(self):
+        as_codec(self.forward), as_codec(self.backward)
+        for key, valid in (("algorithm", ALGORITHMS), ("link", LINKS)):
+            if getattr(self, key) not in valid:
+                raise ValueError(f"{key}={getattr(self, key)!r} is unknown: valid are {', '.join(valid)}")
+        if self.link == "nvlink":
+            raise ValueError("link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'")
+        if self.min_bytes is not None and self.min_bytes < 0:
+            raise ValueError(f"min_bytes={self.min_bytes}: must be 0 or more, or None for the tuned value")
+
+    @property
+    def is_exact(self) -> bool:
+        return as_codec(self.forward).exact and as_codec(self.backward).exact
+
+
+def as_compression(compression: str | Codec | Compression | None) -> Compression | None:
+    """A preset name or codec (for both directions), a `Compression`, or None (exact) -> Compression or None."""
+    if compression is None or isinstance(compression, Compression):
+        return None if compression is None or compression.is_exact else compression
+    codec = as_codec(compression)
+    return None if codec.exact else Compression(compression, compression)
+
+
+class Plan:
+    """Patterns of site names -> Compression (or preset name, or None for exact). The first match wins.
+
+        Plan({"layers/*/down": Compression("int6h", "taco"), "head": None, "*": "taco"})
+
+    Patterns are shell-style (`fnmatch`). A site that no pattern matches is exact; a pattern that matches no site is an error.
+    """
+
+    def __init__(self, rules: Mapping[str, str | Compression | None]):
+        self.rules = {pattern: as_compression(value) for pattern, value in rules.items()}
+
+    def resolve(self, site_names: Iterable[str]) -> dict[str, Compression | None]:
+        """The compression of every site. Raises ValueError for a pattern that matches none, naming the nearest site."""
+        names = list(site_names)
+        for pattern in self.rules:
+            if not fnmatch.filter(names, pattern):
+                near = difflib.get_close_matches(pattern, names, 1, 0.3)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
+        return {name: self._lookup(name) for name in names}
+
+    def _lookup(self, name: str) -> Compression | None:
+        return next((c for pattern, c in self.rules.items() if fnmatch.fnmatchcase(name, pattern)), None)

@@ -1,0 +1,96 @@
+"""Site scales: an int32 exponent per site and direction, carried from step to step.
+
+The exponents go into the step read-only. Each use of a site also gets an amax slot of zeros; the slot's cotangent is the largest
+block scale that the use saw on this device, forward and backward. After the gradient one maximum over devices serves all sites, and
+`update_scale_state` rolls the history:
+
+    a = ceil(log2(max over devices and history of s)),   s = max|z| / Qmax;  a zero or non-finite maximum changes nothing
+
+Dim letters: S any stack of sites (layers), H history, K width of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from taco_jax.block_scale import UNCALIBRATED, ceil_log2
+from taco_jax.codec import STATS
+
+STATS_WIDTH = len(STATS)
+
+
+class SiteScales(NamedTuple):
+    """What one use of a site is handed inside the manual region.
+
+    exponents: int32[2] (forward, backward), the same on every device; cotangent zero.
+    slot: float32[2, K], this device's, zeros; its cotangent is the measure of the use (K = 1: largest scale; STATS_WIDTH: all of
+      `codec.STATS`).
+    """
+
+    exponents: jax.Array | None = None
+    slot: jax.Array | None = None
+
+
+class ScaleState(NamedTuple):
+    """The carried state: exponents int32[S, 2]; history float32[S, 2, H] of maxima, newest first, zeros where there is none yet."""
+
+    exponents: jax.Array
+    history: jax.Array
+
+
+def new_scale_state(shape: tuple[int, ...] = (), history: int = 16) -> ScaleState:
+    """An uncalibrated state for a stack of sites; `history` steps are remembered (1 or more)."""
+    if history < 1:
+        raise ValueError(f"history={history}: must be at least 1 step")
+    return ScaleState(np.full((*shape, 2), UNCALIBRATED, np.int32), np.zeros((*shape, 2, history), np.float32))
+
+
+def update_scale_state(state: ScaleState, amax: jax.Array, keep_going: jax.Array | bool = True) -> ScaleState:
+    """Rolls amax float32[S, 2] (already the maximum over devices) into the history and sets the exponents from it.
+
+    keep_going: False leaves the state as it was (a calibration that is not wanted, a skipped step).
+    """
+    valid = (amax > 0) & jnp.isfinite(amax) & keep_going
+    rolled = jnp.concatenate([amax[..., None], state.history[..., :-1]], axis=-1)
+    history = jnp.where(valid[..., None], rolled, state.history)
+    exponents = jnp.where(valid, ceil_log2(jnp.maximum(history.max(-1), 2.0**-126)), state.exponents)
+    return ScaleState(exponents.astype(jnp.int32), history)
+
+
+def update_scales(state: Any, grads: Any) -> Any:
+    """New site scales for people who bring their own training loop.
+
+    Args:
+      state: NNX: an `nnx.State` of the `SiteScale` variables (nnx.state(model, taco_jax.SiteScale)). Linen: the "site_scale"
+        collection, nested dicts.
+      grads: the gradient with respect to the `AmaxSlot` variables (NNX) or the "_overwrite_with_gradient" collection (Linen),
+        same nesting: its leaves float32[devices, 2, K] hold the maxima.
+
+    Returns:
+      The state with rolled histories and new exponents, same structure. A site whose slot is missing from `grads` is an error.
+    """
+    is_state = lambda node: isinstance(node, ScaleState)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_state)
+    slots = {_site_path(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]}
+    new = []
+    for path, leaf in flat:
+        where = _site_path(path)
+        if where not in slots:
+            raise ValueError(f"update_scales: no gradient for the amax slot of {where or 'the site'!r}; slots given: {sorted(slots)}")
+        new.append(update_scale_state(leaf, reduce_slots(slots[where])))
+    return jax.tree_util.tree_unflatten(treedef, new)
+
+
+def reduce_slots(slot: jax.Array) -> jax.Array:
+    """Slots float32[devices, 2, K] of one use -> amax float32[2]."""
+    return slot[..., 0].max(0)
+
+
+def _site_path(path) -> str:
+    # Both trees name a site by its module path; the last key ("scale" or "slot"), and NNX's ".value", differ.
+    parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    return "/".join(p for p in parts if p not in ("scale", "slot", "value", "raw_value"))

@@ -1,0 +1,146 @@
+"""The site table: every communication of a step, recorded while it is traced.
+
+    with sites.record() as table:
+        step.lower(...)          # or jax.eval_shape
+    for row in table.rows(): ...
+
+A collective is traced once however often it runs (a scanned layer, a microbatch), so bodies that repeat are traced under
+`sites.repeat(n)`. A message that is traced again (remat, a scan's second trace) has the same site, direction and operation and is
+one row. The table is what was traced, never a formula of its own; a test compares it with the compiled HLO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator
+
+_table: contextvars.ContextVar[Table | None] = contextvars.ContextVar("taco_jax_sites", default=None)
+_calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", default=1)
+
+# Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full tensor.
+_SENT = {
+    "psum": lambda p: 2 * (p - 1) / p,
+    "psum_scatter": lambda p: (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+    "pmax": lambda p: 2 * (p - 1) / p,
+    "ppermute": lambda p: 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One message of a site.
+
+    Attributes:
+      site, direction: where; "forward" or "backward".
+      op: the jax.lax operation that the message stands for. axis: the mesh axes. ranks: how many devices take part.
+      elements: of the full tensor on one device (an all_gather's output, a psum_scatter's input). dtype: the values' dtype.
+      codec: preset name or description. kind: "activation" (TP traffic) or "other" (scalars, norm weights, gradients).
+      calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
+      hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
+    """
+
+    site: str
+    direction: str
+    op: str
+    axis: tuple[str, ...]
+    ranks: int
+    elements: int
+    dtype: str
+    codec: str
+    kind: str
+    calls: int
+    bytes: float
+    bytes_bf16: float
+    hlo: tuple[tuple[str, str, int], ...]
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes / (self.bytes_bf16 / 2) if self.bytes_bf16 else 0.0
+
+
+class Table:
+    """The rows recorded so far."""
+
+    def __init__(self):
+        self._rows: dict[tuple, Row] = {}
+
+    def add(self, row: Row) -> None:
+        self._rows[row.site, row.direction, row.op, row.axis, row.elements, row.dtype] = row
+
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def total(self, kind: str | None = "activation") -> tuple[float, float]:
+        """(bytes, bytes as bf16) that one device sends per step; kind=None: all rows."""
+        rows = [r for r in self.rows() if kind in (None, r.kind)]
+        return sum(r.bytes for r in rows), sum(r.bytes_bf16 for r in rows)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Table]:
+    """Collects the collectives traced inside the block."""
+    table = Table()
+    token = _table.set(table)
+    try:
+        yield table
+    finally:
+        _table.reset(token)
+
+
+@contextlib.contextmanager
+def repeat(n: int) -> Iterator[None]:
+    """What is traced inside the block runs n times (nested blocks multiply)."""
+    token = _calls.set(_calls.get() * n)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def current_calls() -> int:
+    """How often a collective traced now runs per step. Captured by a forward rule for its backward rule, traced much later."""
+    return _calls.get()
+
+
+def add(site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None, hlo=()) -> None:
+    """Records one message if a table is being recorded; `sent` is its bytes per call, by default the exact operation's."""
+    table = _table.get()
+    if table is None or ranks == 1:
+        return
+    calls = current_calls() if calls is None else calls
+    share = _SENT[op](ranks)
+    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1, "bool": 1}.get(str(dtype), 4)
+    sent = share * elements * itemsize if sent is None else sent
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    bf16 = share * elements * 2
+    table.add(Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo))
+
+
+def exact(site: str, direction: str, op: str, axis, x, *, ranks: int | None = None, calls: int | None = None) -> None:
+    """Lists an exact collective that the caller issues itself (cross-entropy scalars, norm weights, replicated kv heads).
+
+    `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name. Recorded as kind "other".
+    """
+    if _table.get() is None:
+        return
+    if ranks is None:
+        from jax import lax
+
+        ranks = lax.axis_size(axis)
+    hlo = ((HLO_OPCODE[op], str(x.dtype), math.prod(x.shape)),)
+    add(site, direction, op, axis, ranks, math.prod(x.shape), x.dtype, kind="other", calls=calls, hlo=hlo)
+
+
+HLO_OPCODE = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "psum_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}

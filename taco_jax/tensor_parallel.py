@@ -1,0 +1,106 @@
+"""Tensor parallelism inside a manual region: Megatron's conjugate pairs and the dense layers built on them.
+
+| function | forward | backward | Megatron |
+|---|---|---|---|
+| copy_to_tp | identity | all-reduce | f, before a column-parallel matmul |
+| reduce_from_tp | all-reduce | identity | g, after a row-parallel matmul |
+| gather_from_sp | all-gather along the sequence | reduce-scatter | f with sequence parallelism |
+| scatter_to_sp | reduce-scatter along the sequence | all-gather | g with sequence parallelism |
+
+All work on local shards in a full-manual jax.shard_map(check_vma=True). compression=None is jax.lax exactly.
+
+Dim letters: D features, F features sharded over tp, K slot width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax import collectives
+from taco_jax.backend import default_min_bytes
+from taco_jax.collectives import REMAT_NAMES, check_region, in_manual_region, to_varying
+from taco_jax.plan import Compression, as_compression
+from taco_jax.scales import SiteScales
+
+__all__ = [
+    "REMAT_NAMES", "check_region", "column_dense", "copy_to_tp", "gather_from_sp", "in_manual_region", "reduce_from_tp", "row_dense",
+    "scatter_to_sp", "to_varying",
+]  # fmt: skip
+
+
+def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
+    """f: x as it is (invarying -> varying over `axis`); its cotangent is summed over the ranks with the backward codec."""
+    return collectives.copy(x, axis, **_options(compression, scales, site))
+
+
+def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
+    """g: the sum of x over the ranks with the forward codec (varying -> invarying); the cotangent passes unchanged."""
+    return collectives.psum(x, axis, **_options(compression, scales, site))
+
+
+def gather_from_sp(x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = "") -> jax.Array:
+    """The ranks' x concatenated along `dim` (forward codec); the cotangent is summed and scattered (backward codec)."""
+    options = _options(compression, scales, site)
+    options.pop("algorithm")
+    return collectives.all_gather(x, axis, axis=dim, tiled=True, **options)
+
+
+def scatter_to_sp(x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = "") -> jax.Array:
+    """The own slice along `dim` of the sum of x over the ranks (forward codec); the cotangent is gathered (backward codec)."""
+    options = _options(compression, scales, site)
+    options.pop("algorithm")
+    return collectives.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, **options)
+
+
+def column_dense(
+    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
+) -> jax.Array:
+    """y[..., F/tp] = f(x)[..., D] kernel[D, F/tp] + bias[F/tp]: the output features are sharded.
+
+    Args:
+      x: [..., D], the same on every rank of `axis` (sequence_dim: sharded along that dim, gathered here).
+      kernel, bias: this rank's shards. dtype: of the computation, by default the promoted dtype of x and kernel.
+    """
+    x, kernel, bias = _promote(x, kernel, bias, dtype)
+    if sequence_dim is None:
+        x = copy_to_tp(x, axis, compression, scales, site=site)
+    else:
+        x = gather_from_sp(x, axis, compression, scales, dim=sequence_dim % x.ndim, site=site)
+    y = jnp.matmul(x, kernel, precision=precision)
+    return y if bias is None else y + bias
+
+
+def row_dense(
+    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
+) -> jax.Array:
+    """y[..., D] = g(x[..., F/tp] kernel[F/tp, D]) + bias[D]: the input features are sharded, the bias is added once, after the sum.
+
+    Args:
+      x: [..., F/tp], this rank's features. kernel: this rank's rows; bias: the whole bias, the same on every rank.
+      sequence_dim: the sum is scattered along that dim instead of being the same on every rank.
+    """
+    x, kernel, bias = _promote(x, kernel, bias, dtype)
+    y = jnp.matmul(x, kernel, precision=precision)
+    if sequence_dim is None:
+        y = reduce_from_tp(y, axis, compression, scales, site=site)
+    else:
+        y = scatter_to_sp(y, axis, compression, scales, dim=sequence_dim % y.ndim, site=site)
+    return y if bias is None else y + bias
+
+
+def _options(compression, scales, site) -> dict:
+    compression = as_compression(compression)
+    if compression is None:
+        return dict(codec="none", algorithm="auto", site=site)
+    minimum = default_min_bytes() if compression.min_bytes is None else compression.min_bytes
+    return dict(
+        codec=compression.forward, backward_codec=compression.backward, algorithm=compression.algorithm, link=compression.link,
+        min_bytes=minimum, scales=scales, site=site,
+    )  # fmt: skip
+
+
+def _promote(x, kernel, bias, dtype):
+    dtype = jnp.result_type(x, kernel) if dtype is None else dtype
+    return x.astype(dtype), kernel.astype(dtype), None if bias is None else bias.astype(dtype)
