@@ -1,0 +1,171 @@
+"""Checkpoints: parameters, optimiser, site scales, data position and seed, written by Orbax while training goes on.
+
+A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays are
+stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.workdir import set_aside
+
+_SCALES = "scales"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used. Its message is one line. Exit code 2."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
+
+    def __init__(self, folder: str | Path, config: CheckpointConfig):
+        # Orbax is slow to import, and says a lot through absl.
+        import orbax.checkpoint as ocp
+
+        for name in ("absl", "orbax"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._ocp = ocp
+        self.folder = Path(folder).absolute()
+        self._config = config
+        self._manager = self._open()
+
+    def _open(self):
+        ocp = self._ocp
+        if self._config.enabled:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        elif not self.folder.is_dir():
+            return None
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._config.keep, enable_async_checkpointing=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), _SCALES: ocp.StandardCheckpointHandler(),
+                    "run": ocp.JsonCheckpointHandler()}
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def steps(self) -> list[int]:
+        """Steps that can be restored, ascending."""
+        return sorted(self._manager.all_steps()) if self._manager is not None else []
+
+    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
+        """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint `step`.
+
+        Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
+        checkpoints are switched off or `step` is there already.
+        """
+        if not self._config.enabled or step in self._manager.all_steps():
+            return
+        args, arrays = self._ocp.args, _fields(state)
+        scales = arrays.pop(_SCALES, None)
+        items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
+        if jax.tree.leaves(scales):
+            items[_SCALES] = args.StandardSave(scales)
+        self._manager.save(step, args=args.Composite(**items), force=True)
+
+    def choose(self, requested: int | None) -> int | None:
+        """The step to resume from: `requested`, else the latest, else None. CheckpointError if `requested` is absent."""
+        present = self.steps()
+        if requested is None:
+            return present[-1] if present else None
+        if requested not in present:
+            there = f"present: {', '.join(map(str, present))}" if present else "the workdir has no checkpoint"
+            raise CheckpointError(f"checkpoint.resume_step={requested}: no such checkpoint in {self.folder}; {there}")
+        return requested
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Moves the checkpoints later than `step` out of the way of a run that goes on from there; returns where to."""
+        later = [s for s in self.steps() if s > step]
+        if not later:
+            return []
+        self._manager.close()
+        # On several processes the first one moves; the others only see the result.
+        moved = []
+        if jax.process_index() == 0:
+            aside = self.folder.with_name(f"{self.folder.name}.aside")
+            aside.mkdir(exist_ok=True)
+            for s in later:
+                target = aside / str(s)
+                if target.exists():
+                    set_aside(target)
+                moved.append((self.folder / str(s)).rename(target))
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("taco_jax checkpoints set aside")
+        self._manager = self._open()
+        return moved
+
+    def restore(self, step: int, shapes: Any, vocab_size: int, fresh_scales: Any = None) -> tuple[Any, dict[str, Any], list[str]]:
+        """(state, run, remarks) of checkpoint `step`.
+
+        Args:
+          shapes: the state as ShapeDtypeStructs with the shardings of the current mesh.
+          vocab_size: dims that differ must both be at least this long: only padding is cut or added.
+          fresh_scales: returned as the site scales when the stored ones are of other sites or another history.
+        """
+        args, targets = self._ocp.args, _fields(shapes)
+        scales = targets.pop(_SCALES, None)
+        meta = self._manager.item_metadata(step)
+        self._check_shapes(step, targets, meta["state"], vocab_size)
+        items = {"state": args.StandardRestore(targets, strict=False), "run": args.JsonRestore()}
+        same_scales = _described(scales) == _described(_tree(meta, _SCALES))
+        if same_scales and jax.tree.leaves(scales):
+            items[_SCALES] = args.StandardRestore(scales)
+        found = self._manager.restore(step, args=args.Composite(**items))
+        remarks = []
+        restored = dict(found["state"])
+        if scales is not None:
+            restored[_SCALES] = found[_SCALES] if _SCALES in items else fresh_scales
+            if not same_scales:
+                remarks.append("site scales start uncalibrated: the checkpoint's are of other sites or another history")
+        return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
+
+    def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
+        want, have = _described(targets), _described(getattr(meta, "tree", meta))
+        where = f"checkpoint {self.folder / str(step)}"
+        if want.keys() != have.keys():
+            odd = sorted(want.keys() ^ have.keys())[:3]
+            raise CheckpointError(f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); "
+                                  f"use another --workdir")
+        for name, (shape, dtype) in want.items():
+            stored, stored_dtype = have[name]
+            padded = len(stored) == len(shape) and all(
+                a == b or min(a, b) >= vocab_size for a, b in zip(shape, stored, strict=True))
+            if not padded or dtype != stored_dtype:
+                raise CheckpointError(f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
+                                      f"{dtype}{list(shape)}; use the same model or another --workdir")
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+
+
+def _tree(meta: Any, item: str) -> Any:
+    found = meta[item] if item in meta else None
+    return getattr(found, "tree", found)
+
+
+def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{"opt_state.1.0.mu.embed": (shape, dtype)}; the same for the tree and for Orbax' record of it."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(_name(key) for key in path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

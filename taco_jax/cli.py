@@ -1,0 +1,177 @@
+"""Command line of the programs: `--config FILE.py`, then one flag for every field of the config, errors in one line.
+
+    python -m taco_jax.train --config experiments/quickstart.py --mesh.tp 4 --compression.forward int8h
+
+Everything here happens before JAX starts a backend, so that `--devices cpu:8` can still choose one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
+
+DESCRIPTION = """Train a language model with compressed tensor parallelism.
+
+--config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
+'config'; the flags below override single fields of it. --config must not be given twice."""
+
+
+def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
+    """The config of a command line: defaults, then the file of `--config`, then the flags.
+
+    Raises ConfigError with one line for an unknown flag, a value of the wrong type, or a file that holds no config.
+    `--help` prints the help and exits with code 0.
+    """
+    import tyro
+
+    path, rest = _take_config(list(args))
+    default = TrainConfig() if path is None else load(path)
+    if not {"-h", "--help"} & set(rest):
+        _check_flags(rest)
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(TrainConfig, default=default, args=rest, prog=prog, description=DESCRIPTION)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_one_line(errors.getvalue())) from None
+
+
+def load(path: str | Path) -> TrainConfig:
+    """The `config` of an experiment file; ConfigError when there is none or the file does not run."""
+    path = Path(path)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path("experiments")
+        known = [str(p) for p in sorted(folder.glob("*.py"))]
+        raise ConfigError(f"--config {path}: no such file; {nearest(str(path), known) if known else 'give a .py file'}")
+    try:
+        names = runpy.run_path(str(path), run_name="__config__")
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"--config {path}{_line_of(error, path)}: {_explain(error)}") from error
+    config = names.get("config")
+    if not isinstance(config, TrainConfig):
+        found = "nothing" if config is None else type(config).__name__
+        raise ConfigError(f"--config {path}: must assign a TrainConfig to the name 'config', found {found}")
+    return config
+
+
+def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
+    """Cuts `--config FILE` or `--config=FILE` out of the arguments."""
+    paths, rest, i = [], [], 0
+    while i < len(args):
+        if args[i] == "--config":
+            if i + 1 == len(args) or args[i + 1].startswith("--"):
+                raise ConfigError("--config: needs the path of an experiment file, such as experiments/quickstart.py")
+            paths.append(args[i + 1])
+            i += 1
+        elif args[i].startswith("--config="):
+            paths.append(args[i].removeprefix("--config="))
+        else:
+            rest.append(args[i])
+        i += 1
+    if len(paths) > 1:
+        raise ConfigError(f"--config: given {len(paths)} times ({', '.join(paths)}); give one file")
+    return (paths[0] if paths else None), rest
+
+
+def _check_flags(args: Sequence[str]) -> None:
+    """Unknown flags, each with the nearest known one. A dash and an underscore mean the same."""
+    known = {key.replace("_", "-") for key in keys(TrainConfig())} | {"config", "help"}
+    for arg in args:
+        if not re.match(r"--[A-Za-z]", arg):
+            continue
+        flag = arg[2:].split("=")[0].replace("_", "-")
+        prefix, _, last = flag.rpartition(".")
+        positive = f"{prefix}.{last.removeprefix('no-')}".lstrip(".")
+        if flag not in known and not (last.startswith("no-") and positive in known):
+            raise ConfigError(f"unknown option --{flag}; {_nearest_flag(flag, known)}")
+
+
+def _nearest_flag(flag: str, known: set[str]) -> str:
+    # A flag without its group ("--tp") is nearer to "--mesh.tp" than letters say.
+    same_end = sorted(key for key in known if key.rpartition(".")[2] == flag.rpartition(".")[2])
+    close = same_end[:1] or difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+    return f"did you mean --{close[0]}?" if close else "--help lists them all"
+
+
+def _one_line(box: str) -> str:
+    """The message of one of tyro's error boxes without its frame, its help text and its line breaks."""
+    lines = []
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        text = line.strip("│ \t")
+        if text.startswith("──") or text.startswith("╰"):
+            break
+        if text and not text.startswith("╭"):
+            lines.append(text)
+    return " ".join(lines).replace("Error parsing ", "").rstrip(".") + "; --help describes every option"
+
+
+def _explain(error: Exception) -> str:
+    """An exception of an experiment file in one line, with the nearest key where a dataclass refused one."""
+    text = " ".join(str(error).split())
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    if match:
+        import dataclasses
+
+        from taco_jax import config as module
+
+        cls = getattr(module, match[1], None)
+        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        return f"{match[1]} has no key {match[2]!r}; {nearest(match[2], names) if names else ''}".rstrip("; ")
+    return f"{type(error).__name__}: {text}"
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    line = lines[-1] if lines else getattr(error, "lineno", None)
+    return f" line {line}" if line else ""
+
+
+def select_devices(devices: str | None) -> None:
+    """Makes JAX see the devices that a `devices` value names. Call it before anything starts a backend.
+
+    "cpu:N" sets JAX_PLATFORMS and, in XLA_FLAGS, the number of emulated devices and a long rendezvous timeout: more
+    devices than cores can take longer than XLA's 40 s to arrive at a collective, which then aborts the process. Other
+    flags of the user stay, and so does their own timeout.
+    """
+    platform, count = parse_devices(devices)
+    if platform is None:
+        return
+    os.environ["JAX_PLATFORMS"] = platform
+    if count is not None:
+        flags = [f for f in os.environ.get("XLA_FLAGS", "").split()
+                 if not f.startswith("--xla_force_host_platform_device_count")]
+        flags.append(f"--xla_force_host_platform_device_count={count}")
+        # Known to every jax that this package supports; XLA aborts on a flag that it does not know.
+        timeout = "--xla_cpu_collective_call_terminate_timeout_seconds"
+        if not any(f.startswith(timeout) for f in flags):
+            flags.append(f"{timeout}=600")
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+    if "jax" in sys.modules:
+        # jax read JAX_PLATFORMS when it was imported; XLA reads its flags only when the backend starts.
+        sys.modules["jax"].config.update("jax_platforms", platform)
+
+
+def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:
+    """Runs a program's main function: a ConfigError becomes one line on stderr and exit code 2."""
+    try:
+        return main(sys.argv[1:] if args is None else args) or 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130

@@ -1,0 +1,325 @@
+"""The configuration of a training run: frozen dataclasses, every field with the sentence that `--help` shows.
+
+`TrainConfig` is what an experiment file assigns to its module-level name `config`, what the command line overrides
+(`taco_jax.cli`) and what a workdir keeps as `config.json`. `check` holds the rules between fields. Nothing here starts a
+JAX backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from taco_jax.models.config import ModelConfig
+
+COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+LINKS = ("auto", "nccl", "nvlink")
+TOKEN_DTYPES = ("auto", "uint16", "uint32")
+ATTENTION = (None, "xla", "cudnn")
+REMAT = ("none", "full", "dots")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. Its message is one line: key, value, rule, what would work. Exit code 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """"did you mean 'x'?" for the closest of `known`, or all of them when none is close."""
+    known = [str(k) for k in known]
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the three mesh axes; their product is the number of devices used."""
+
+    dp: int = 1
+    """Data-parallel axis: copies of the model that each see another part of the batch."""
+    pp: int = 1
+    """Pipeline-parallel axis: groups of layers on different devices (1 until pipelines are built)."""
+    tp: int = 1
+    """Tensor-parallel axis: devices that share every layer and exchange activations."""
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.pp * self.tp
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig:
+    """How the tensor-parallel messages are written as bytes."""
+
+    forward: str = "taco"
+    """Codec preset of the activations; 'none' sends them exactly with jax.lax in their own dtype."""
+    backward: str = "taco"
+    """Codec preset of the activations' gradients; 'none' sends them exactly."""
+    min_bytes: int | None = None
+    """Messages below this many bytes are sent exactly; None takes the value tuned for the link."""
+    algorithm: str = "auto"
+    """Collective algorithm: auto, one_shot or two_shot."""
+    link: str = "auto"
+    """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
+    history: int = 16
+    """Steps whose block-scale maxima set a site scale."""
+    calibration_steps: int = 2
+    """First steps that only measure: every site runs uncalibrated until they are over."""
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Codecs of single sites, PATTERN CODEC pairs such as 'layers/mlp/*' int8h:int6h (forward:backward), first match wins."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    train: str = "austen"
+    """'austen' (the packaged corpus), a text file (.txt, .txt.xz: read as bytes) or a token file (.bin)."""
+    validation: str | None = None
+    """The same for validation; None holds out the end of the training data."""
+    validation_fraction: float = 0.05
+    """Share of the training data that is held out when no validation file is named."""
+    sequence_length: int = 256
+    """Tokens per sequence that the model predicts."""
+    token_dtype: str = "auto"
+    """Token type of .bin files: uint16, uint32 or auto (.u16.bin and .u32.bin say it, else by vocabulary size)."""
+    prefetch: int = 2
+    """Batches that are read ahead while a step runs; 0 reads in the training thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and a cosine."""
+
+    learning_rate: float = 3e-4
+    """Highest learning rate, reached at the end of the warm-up."""
+    min_learning_rate: float = 3e-5
+    """Learning rate at the last step."""
+    warmup_steps: int = 100
+    """Steps in which the learning rate rises linearly."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean."""
+    eps: float = 1e-8
+    """Added to the root of the squared gradient's mean."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; None does not clip."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, and how often."""
+
+    enabled: bool = True
+    """Save checkpoints; without it a run cannot be resumed."""
+    every: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int | None = 3
+    """Checkpoints kept; older ones are deleted. None keeps all."""
+    resume_step: int | None = None
+    """Step to resume from; None takes the latest. Later checkpoints of the workdir are set aside, not deleted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """What is measured and where it goes."""
+
+    every: int = 1
+    """Steps between step lines and records in metrics.jsonl."""
+    snr_every: int = 0
+    """Steps between measurements of SNR, clipped and flushed share of every site; 0 never."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (extra 'tensorboard')."""
+    wandb: bool = False
+    """Also log to Weights & Biases (extra 'wandb')."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Validation loss."""
+
+    every: int = 500
+    """Steps between validations; the last step is always validated."""
+    batches: int | None = None
+    """Validation batches each time; None takes all of the validation data, 0 switches validation off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model with compressed tensor parallelism."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    """The model's shape."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """How the model is spread over devices."""
+    compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
+    """How tensor-parallel messages are compressed."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Training and validation data."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """Optimiser and learning-rate schedule."""
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    """Metrics."""
+    evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    """Validation."""
+    global_batch: int = 32
+    """Sequences per optimiser step, over all devices and microbatches."""
+    accumulation: int = 1
+    """Microbatches whose gradients are added before one optimiser step."""
+    steps: int = 1000
+    """Optimiser steps of the whole run; the learning-rate schedule ends here."""
+    stop_after: int | None = None
+    """Stop and save at this step, with the schedule unchanged."""
+    seed: int = 0
+    """Seed of the parameters and of the order of the data."""
+    workdir: str = "runs/train"
+    """Folder for config.json, metrics.jsonl, loss.png and checkpoints; an existing one is resumed."""
+    devices: str | None = None
+    """'cpu:8' emulates eight devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
+    deterministic: bool = False
+    """Ask XLA for results that repeat bit for bit on GPU (the CPU's always do)."""
+    compute_dtype: str = "bfloat16"
+    """Type of activations and of weights at use: bfloat16, float32 or float16; master weights are float32."""
+    sequence_parallel: bool = False
+    """Keep activations between layers cut along the sequence (psum_scatter and all_gather instead of all-reduces)."""
+    remat: str = "none"
+    """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once in the loss; None lets the model choose."""
+    attention_implementation: str | None = None
+    """Implementation of jax.nn.dot_product_attention: xla, cudnn, or None to let the model choose."""
+    max_skipped_in_a_row: int = 5
+    """Non-finite steps in a row after which the run stops."""
+    dry_run: bool = False
+    """Print the resolved config, memory per device and every communication site, and allocate nothing."""
+    gpu_memory_gb: float = 80.0
+    """Memory of one device, in GB of 1e9 bytes, that the dry run compares with."""
+
+
+def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainConfig:
+    """Returns `config` if its fields fit together, else raises ConfigError with one line.
+
+    `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
+    """
+    for key in ("steps", "global_batch", "accumulation", "mesh.dp", "mesh.pp", "mesh.tp", "data.sequence_length",
+                "compression.history", "checkpoint.every", "metrics.every", "evaluation.every", "max_skipped_in_a_row"):
+        _require(get(config, key) >= 1, config, key, "must be at least 1")
+    for key in ("seed", "optimizer.warmup_steps", "metrics.snr_every", "data.prefetch", "compression.calibration_steps"):
+        _require(get(config, key) >= 0, config, key, "must not be negative")
+    for key, allowed in (("compute_dtype", COMPUTE_DTYPES), ("compression.algorithm", ALGORITHMS),
+                         ("compression.link", LINKS), ("data.token_dtype", TOKEN_DTYPES), ("remat", REMAT),
+                         ("attention_implementation", ATTENTION)):
+        value = get(config, key)
+        _require(value in allowed, config, key, f"{nearest(value, [a for a in allowed if a])} "
+                 f"(one of {', '.join(str(a) for a in allowed)})")
+    _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
+    _require(config.stop_after is None or config.stop_after >= 1, config, "stop_after", "must be at least 1")
+    _require(0 < config.data.validation_fraction < 1, config, "data.validation_fraction", "must be between 0 and 1")
+    _require(config.optimizer.learning_rate > 0, config, "optimizer.learning_rate", "must be above 0")
+    _require(config.optimizer.min_learning_rate <= config.optimizer.learning_rate, config,
+             "optimizer.min_learning_rate", f"must not exceed learning_rate={config.optimizer.learning_rate}")
+    clip = config.optimizer.clip_norm
+    _require(clip is None or clip > 0, config, "optimizer.clip_norm", "must be above 0, or None for no clipping")
+    keep = config.checkpoint.keep
+    _require(keep is None or keep >= 1, config, "checkpoint.keep", "must be at least 1, or None to keep all")
+    batches = config.evaluation.batches
+    _require(batches is None or batches >= 0, config, "evaluation.batches", "must be 0 or more, or None for all")
+    _check_batch(config)
+    _check_model(config)
+    _check_codecs(config, codecs)
+    parse_devices(config.devices)
+    return config
+
+
+def _check_batch(config: TrainConfig) -> None:
+    parts = config.mesh.dp * config.accumulation
+    if config.global_batch % parts:
+        near = max(1, round(config.global_batch / parts)) * parts
+        raise ConfigError(f"global_batch={config.global_batch}: mesh.dp={config.mesh.dp} x accumulation="
+                          f"{config.accumulation} must divide it; try {near}")
+
+
+def _check_model(config: TrainConfig) -> None:
+    from taco_jax.models.config import validate
+
+    try:
+        validate(config.model, config.mesh.tp)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    length, tp = config.data.sequence_length, config.mesh.tp
+    if config.model.positions == "learned" and length > config.model.max_length:
+        raise ConfigError(f"data.sequence_length={length}: the model has learned positions for model.max_length="
+                          f"{config.model.max_length} tokens; use at most that")
+    if config.sequence_parallel and length % tp:
+        raise ConfigError(f"data.sequence_length={length}: sequence_parallel needs mesh.tp={tp} to divide it; "
+                          f"try {max(1, length // tp) * tp}")
+
+
+def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
+    if codecs is None:
+        from taco_jax.codec import CODECS as codecs
+    names = {"compression.forward": config.compression.forward, "compression.backward": config.compression.backward}
+    for pattern, pair in config.compression.plan.items():
+        forward, backward = codec_pair(pair)
+        names |= {f"compression.plan {pattern!r} (forward)": forward, f"compression.plan {pattern!r} (backward)": backward}
+    for key, name in names.items():
+        if name not in codecs:
+            raise ConfigError(f"{key}={name!r}: no such codec preset; {nearest(name, codecs)}")
+
+
+def codec_pair(text: str) -> tuple[str, str]:
+    """The (forward, backward) codec names of a plan entry: "int8h:int6h", or one name for both directions."""
+    forward, _, backward = text.partition(":")
+    return forward, backward or forward
+
+
+def parse_devices(devices: str | None) -> tuple[str | None, int | None]:
+    """(platform, count) of a `devices` value: "cpu:8" -> ("cpu", 8), "gpu" -> ("gpu", None), None -> (None, None)."""
+    if devices is None:
+        return None, None
+    match = re.fullmatch(r"(cpu|gpu|cuda)|cpu:([1-9]\d*)", devices)
+    if not match:
+        raise ConfigError(f"devices={devices!r}: must be 'cpu:N' (N emulated devices), 'cpu' or 'gpu'; try 'cpu:8'")
+    return (match[1] or "cpu").replace("gpu", "cuda"), int(match[2]) if match[2] else None
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a dotted key, such as "mesh.tp"."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _require(holds: bool, config: TrainConfig, key: str, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={get(config, key)!r}: {rule}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config as nested dicts of plain values, as `config.json` has it."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"mesh": {"tp": 4}} -> {"mesh.tp": 4}; a dict of free keys (a plan) stays one value."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, dict) and not name == "plan"
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def keys(config: Any, prefix: str = "") -> list[str]:
+    """Every dotted key of a config dataclass."""
+    return list(flatten(to_dict(config)))

@@ -1,0 +1,8 @@
+"""Training data: the packaged corpus and text files as bytes, token files, and a resumable iterator of batches."""
+
+from taco_jax.data.loader import Batches, batches, evaluation_batches, open_data
+from taco_jax.data.text import CORPORA, read_text
+from taco_jax.data.tokens import DataError, check_ids, open_tokens
+
+__all__ = ["CORPORA", "Batches", "DataError", "batches", "check_ids", "evaluation_batches", "open_data",
+           "open_tokens", "read_text"]
