@@ -55,7 +55,7 @@ class ModelConfig:
     tied_head: bool = False
     """Use the embedding table as the output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; projections into the residual stream get it over sqrt(2 * n_layers)."""
+    """Standard deviation of the initial weights; over sqrt(2 * n_layers) for projections into the residual stream."""
 
     def __post_init__(self):
         for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp", "max_length"):

@@ -1,7 +1,7 @@
 """Shapes of published models, by name: `PRESETS["qwen2p5_7b"]`, or `preset(name)` with a helpful error.
 
-Sizes are those of the models' own published configurations. `gpt2_1p5b_24h` is ours: GPT-2 XL has 25 heads, which tp 2
-and 4 do not divide, so this one drops a head and keeps every other size. GPT-3's alternating sparse attention is dense here.
+Sizes are those of the models' own published configurations. `gpt2_1p5b_24h` is ours: tp 2 and 4 do not divide the 25
+heads of GPT-2 XL, so this one drops a head and keeps every other size. GPT-3's sparse attention layers are dense here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""The decoder: pure functions on a tree of parameters, run inside a shard_map that is manual over all mesh axes.
+
+    init = jit(lambda key: init_params(config, key, tp), out_shardings=...)    # global sizes, cut as `param_specs` says
+    shard_map(lambda ...: loss(params, tokens, ...), in_specs=(param_specs(config, tp), P("dp"), ...), check_vma=True)
+
+Layers are stacked and scanned, so a model of any depth compiles as one layer. Parameters come in float32 and are cast
+inside the layer. Activations are sent before and after the attention and the mlp of every layer, after the embedding
+and before the head (`site_names`).
+
+Dims: B batch, L length (L / tp between matrix products under sequence parallelism), D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax import sites, vocab
+from taco_jax.compat import varying_axes
+from taco_jax.models.attention import attention, kv_replicated, rope_angles
+from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.mlp import mlp
+from taco_jax.models.norms import norm
+from taco_jax.models.parallel import Parallel, own_rows, remat, use_replicated
+from taco_jax.models.params import count_params, init_params, param_specs
+from taco_jax.scales import SiteScales
+from taco_jax.tensor_parallel import to_varying
+
+__all__ = ["count_params", "forward", "init_params", "logits", "loss", "param_specs", "site_names"]
+
+Params = Mapping[str, Any]
+State = Mapping[str, SiteScales | None]
+"""Site name -> scales; for sites in layers with a leading dim of n_layers. A site that is absent runs uncalibrated."""
+
+LAYER_SITES = ("layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down")
+
+
+def site_names(config: ModelConfig, tp: int) -> tuple[str, ...]:
+    """Every place that sends activations. A site in layers is one name for all of them."""
+    validate(config, tp)
+    return ("embed", *LAYER_SITES, "head")
+
+
+def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
+    """The final normalisation's output, x_BLD in par.dtype; this rank's part of L under sequence parallelism.
+
+    Args:
+      params: local shards of `init_params`, float32.
+      tokens_BL: int32 ids, the same on all ranks of par.axis. An id outside the vocabulary gives NaN.
+      state: site scales, see `State`.
+
+    Raises:
+      ValueError: L is longer than the learned positions, or sequence parallelism cannot cut it.
+    """
+    _check_length(tokens_BL.shape[1], config, par)
+    params = _use_replicated_params(params, config, par)
+    x_BLD = vocab.embed(
+        params["embed"]["table"], tokens_BL, par.axis, par.compression("embed"), state.get("embed"),
+        vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, dtype=par.dtype, site="embed",
+    )  # fmt: skip
+    if config.positions == "learned":
+        positions_LD = params["embed"]["positions"][: tokens_BL.shape[1]]
+        if par.sequence_parallel:
+            positions_LD = own_rows(positions_LD, par.axis, "embed/positions")
+        x_BLD = (x_BLD.astype(jnp.float32) + positions_LD).astype(x_BLD.dtype)
+    angles_LH = rope_angles(config, tokens_BL.shape[1]) if config.positions == "rope" else None
+
+    def layer(x_BLD, layer_params, layer_state):
+        h_BLD = norm(x_BLD, layer_params["attn_norm"], config.norm_eps)
+        x_BLD += attention(h_BLD, layer_params["attn"], angles_LH, config, par, layer_state)
+        h_BLD = norm(x_BLD, layer_params["mlp_norm"], config.norm_eps)
+        return x_BLD + mlp(h_BLD, layer_params["mlp"], config, par, layer_state)
+
+    layer = remat(layer, par.remat)
+    layer_state = {site: state.get(site) for site in LAYER_SITES}
+    # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
+    x_BLD = to_varying(x_BLD, _varying(params["layers"]) - {par.axis})
+    with sites.repeat(config.n_layers):
+        x_BLD, _ = lax.scan(lambda x, xs: (layer(x, *xs), None), x_BLD, (params["layers"], layer_state))
+    return norm(x_BLD, params["final_norm"], config.norm_eps)
+
+
+def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
+         par: Parallel, state: State) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(sum of weighted negative log-likelihoods in nats, sum of weights) of the local batch: float32 scalars.
+
+    Both are the same on all ranks of par.axis and differ over the axes over which tokens do. Arguments as in `forward`;
+    targets_BL and weights_BL as in `vocab.cross_entropy`.
+    """
+    x_BLD = forward(params, tokens_BL, config, par, state)
+    return vocab.cross_entropy(
+        x_BLD, _head(params, config), targets_BL, weights_BL, par.axis, par.compression("head"), state.get("head"),
+        vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim, precision=par.precision,
+        site="head",
+    )  # fmt: skip
+
+
+def logits(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
+    """Logits of every position, float32[B, L, vocab_size], the same on all ranks: for tests and sampling."""
+    x_BLD = forward(params, tokens_BL, config, par, state)
+    return vocab.logits(
+        x_BLD, _head(params, config), par.axis, par.compression("head"), state.get("head"),
+        vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision, site="head",
+    )  # fmt: skip
+
+
+def _head(params: Params, config: ModelConfig) -> jax.Array:
+    return params["embed"]["table"].T if config.tied_head else params["head"]["kernel"]
+
+
+def _use_replicated_params(params: Params, config: ModelConfig, par: Parallel) -> Params:
+    """Parameters that are whole on every rank, made varying where they meet values that differ between ranks.
+
+    With whole sequences these are the weights of replicated kv heads and of qk-norm; under sequence parallelism also
+    every norm and every bias added after a reduction. (Learned positions take `own_rows`.)
+    """
+    tp = lax.axis_size(par.axis)
+    in_heads = {"q_norm", "k_norm"} | ({"k", "v"} if kv_replicated(config, tp) else set())
+
+    def use(path, param, spec):
+        names = [entry.key for entry in path]
+        meets_varying = names[0] != "embed" and (par.sequence_parallel or in_heads & set(names))
+        return use_replicated(param, par.axis, "/".join(names)) if meets_varying and not any(spec) else param
+
+    return jax.tree_util.tree_map_with_path(use, params, param_specs(config, tp, par.axis))
+
+
+def _varying(tree: Any) -> frozenset[str]:
+    return frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
+
+
+def _check_length(length: int, config: ModelConfig, par: Parallel) -> None:
+    tp = lax.axis_size(par.axis)
+    if config.positions == "learned" and length > config.max_length:
+        raise ValueError(
+            f"sequence length {length}: the learned positions end at max_length={config.max_length}; use at most that"
+        )
+    if par.sequence_parallel and length % tp:
+        low = length // tp * tp
+        tries = f"{low} or {low + tp}" if low else str(tp)
+        raise ValueError(f"sequence length {length}: sequence parallelism needs tp {tp} to divide it; try {tries}")

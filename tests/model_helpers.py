@@ -1,0 +1,144 @@
+"""Runs a decoder on an emulated mesh: `Run(config, tp=4, ...)` gives gradients, logits and compiled text."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import make_mesh
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from taco_jax import sites
+from taco_jax.models import decoder
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.parallel import Parallel
+from taco_jax.plan import Plan
+from taco_jax.scales import SiteScales
+
+QWEN2 = ModelConfig(
+    vocab_size=300, d_model=32, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, d_mlp=64, qkv_bias=True, max_length=64
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, n_kv_heads=4, tied_head=True)
+LLAMA = dataclasses.replace(QWEN2, qkv_bias=False, n_kv_heads=8)
+GPT2 = ModelConfig(
+    vocab_size=300, d_model=32, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=4, d_mlp=128, norm="layernorm",
+    norm_eps=1e-5, positions="learned", max_length=64, activation="gelu_tanh", gated_mlp=False, qkv_bias=True,
+    out_bias=True, mlp_bias=True, tied_head=True,
+)  # fmt: skip
+CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "gpt2": GPT2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One way to run a model: its config, the mesh's sizes, and the settings of `Parallel`."""
+
+    config: ModelConfig
+    tp: int = 1
+    dp: int = 1
+    codec: str | None = None
+    sequence_parallel: bool = False
+    remat: str = "none"
+    dtype: type = jnp.float32
+    loss_chunk: int | None = 20
+    batch: int = 2
+    length: int = 16
+    calibrated: bool = False
+
+    @functools.cached_property
+    def mesh(self):
+        return make_mesh(dp=self.dp, tp=self.tp)
+
+    @property
+    def par(self) -> Parallel:
+        plan = Plan({"*": self.codec}).resolve(decoder.site_names(self.config, self.tp)) if self.codec else ()
+        return Parallel(
+            plan=plan, sequence_parallel=self.sequence_parallel, remat=self.remat, dtype=self.dtype,
+            loss_chunk=self.loss_chunk,
+        )  # fmt: skip
+
+    def params(self, seed: int = 0):
+        """Parameters of global sizes on the mesh. Biases and norm scales are random too, so that all of them matter."""
+        params = decoder.init_params(self.config, jax.random.key(seed), self.tp)
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        small = lambda leaf: leaf.ndim <= 2 and leaf.size < 1024
+        nudge = lambda leaf, key: leaf + 0.1 * jax.random.normal(key, leaf.shape) if small(leaf) else leaf
+        params = jax.tree.unflatten(structure, [nudge(leaf, key) for leaf, key in zip(leaves, keys)])
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+        return jax.device_put(jax.tree.map(np.asarray, params), shardings)
+
+    @property
+    def specs(self):
+        return decoder.param_specs(self.config, self.tp)
+
+    def batch_arrays(self, seed: int = 0):
+        """(tokens, targets, weights) of the global batch; some weights are 0."""
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, self.config.vocab_size, (self.batch, self.length + 1), np.int32)
+        weights = (rng.random((self.batch, self.length)) < 0.9).astype(np.float32)
+        return tokens[:, :-1], tokens[:, 1:], weights
+
+    def state(self):
+        """Site scales: uncalibrated exponents, slots of zeros."""
+        layers = self.config.n_layers
+        make = lambda lead: SiteScales(jnp.full((*lead, 2), -(2**31), jnp.int32), jnp.zeros((*lead, 2, 1), jnp.float32))
+        names = decoder.site_names(self.config, self.tp)
+        return {name: make((layers,) if name.startswith("layers/") else ()) for name in names}
+
+    @functools.cached_property
+    def value_and_grad(self):
+        """jitted (params, tokens, targets, weights) -> (mean loss, gradients of global sizes, amax of every site)."""
+        config, par, state = self.config, self.par, self.state()
+
+        def step(params, tokens, targets, weights):
+            params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
+            total = lax.psum(jnp.sum(weights), "dp")
+            exponents = {name: scales.exponents for name, scales in state.items()}
+            slots = {name: lax.pcast(scales.slot, ("dp", "pp", "tp"), to="varying") for name, scales in state.items()}
+
+            def loss(params, slots):
+                scales = {name: SiteScales(exponents[name], slots[name]) for name in slots}
+                nll, _ = decoder.loss(params, tokens, targets, weights, config, par, scales)
+                return nll / total
+
+            value, (grads, amax) = jax.value_and_grad(loss, argnums=(0, 1))(params, slots)
+            grads = jax.tree.map(lambda g: lax.psum(g, "dp"), grads)
+            return lax.psum(value, "dp"), grads, jax.tree.map(lambda a: lax.pmax(a, ("dp", "pp", "tp")), amax)
+
+        mapped = jax.shard_map(
+            step, mesh=self.mesh, in_specs=(self.specs, P("dp"), P("dp"), P("dp")), out_specs=(P(), self.specs, P())
+        )
+        return jax.jit(mapped)
+
+    def gradients(self):
+        """(loss, gradients as numpy by path, vocabulary padding cut off, amax by site)."""
+        loss, grads, amax = self.value_and_grad(self.params(), *self.batch_arrays())
+        return float(loss), by_path(unpadded(grads, self.config)), jax.tree.map(np.asarray, amax)
+
+    def compiled(self):
+        """(the compiled value_and_grad, its site table)."""
+        with sites.record() as table:
+            lowered = self.value_and_grad.lower(self.params(), *self.batch_arrays())
+        return lowered.compile(), table
+
+    def logits(self, params=None, tokens=None):
+        tokens = self.batch_arrays()[0] if tokens is None else tokens
+        run = lambda params, tokens: decoder.logits(params, tokens, self.config, self.par, {})
+        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=(self.specs, P("dp")), out_specs=P("dp"))
+        return np.asarray(jax.jit(mapped)(self.params() if params is None else params, tokens))
+
+
+def unpadded(params, config: ModelConfig):
+    """The tree without the rows and columns that pad the vocabulary to the mesh."""
+    params = jax.tree.map(np.asarray, params)
+    params["embed"]["table"] = params["embed"]["table"][: config.vocab_size]
+    if "head" in params:
+        params["head"]["kernel"] = params["head"]["kernel"][:, : config.vocab_size]
+    return params
+
+
+def by_path(tree) -> dict[str, np.ndarray]:
+    return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
