@@ -1,13 +1,14 @@
 """Checkpoints: parameters, optimiser, site scales, data position and seed, written by Orbax while training goes on.
 
-A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays are
-stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only.
+A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays
+are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ class Checkpoints:
         elif not self.folder.is_dir():
             return None
         options = ocp.CheckpointManagerOptions(max_to_keep=self._config.keep, enable_async_checkpointing=True)
-        handlers = {"state": ocp.StandardCheckpointHandler(), _SCALES: ocp.StandardCheckpointHandler(),
-                    "run": ocp.JsonCheckpointHandler()}
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            _SCALES: ocp.StandardCheckpointHandler(),
+            "run": ocp.JsonCheckpointHandler(),
+        }
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Checkpoints:
@@ -61,7 +65,8 @@ class Checkpoints:
         return sorted(self._manager.all_steps()) if self._manager is not None else []
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
-        """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint `step`.
+        """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint
+        `step`.
 
         Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
         checkpoints are switched off or `step` is there already.
@@ -76,7 +81,7 @@ class Checkpoints:
         self._manager.save(step, args=args.Composite(**items), force=True)
 
     def choose(self, requested: int | None) -> int | None:
-        """The step to resume from: `requested`, else the latest, else None. CheckpointError if `requested` is absent."""
+        """The step to resume from: `requested`, else the latest, else None; CheckpointError if it is absent."""
         present = self.steps()
         if requested is None:
             return present[-1] if present else None
@@ -108,13 +113,15 @@ class Checkpoints:
         self._manager = self._open()
         return moved
 
-    def restore(self, step: int, shapes: Any, vocab_size: int, fresh_scales: Any = None) -> tuple[Any, dict[str, Any], list[str]]:
+    def restore(
+        self, step: int, shapes: Any, vocab_size: int, fresh_scales: Callable[[], Any]
+    ) -> tuple[Any, dict[str, Any], list[str]]:
         """(state, run, remarks) of checkpoint `step`.
 
         Args:
           shapes: the state as ShapeDtypeStructs with the shardings of the current mesh.
           vocab_size: dims that differ must both be at least this long: only padding is cut or added.
-          fresh_scales: returned as the site scales when the stored ones are of other sites or another history.
+          fresh_scales: makes the site scales when the stored ones are of other sites or another history.
         """
         args, targets = self._ocp.args, _fields(shapes)
         scales = targets.pop(_SCALES, None)
@@ -128,7 +135,7 @@ class Checkpoints:
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
-            restored[_SCALES] = found[_SCALES] if _SCALES in items else fresh_scales
+            restored[_SCALES] = found[_SCALES] if _SCALES in items else fresh_scales()
             if not same_scales:
                 remarks.append("site scales start uncalibrated: the checkpoint's are of other sites or another history")
         return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
@@ -138,15 +145,19 @@ class Checkpoints:
         where = f"checkpoint {self.folder / str(step)}"
         if want.keys() != have.keys():
             odd = sorted(want.keys() ^ have.keys())[:3]
-            raise CheckpointError(f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); "
-                                  f"use another --workdir")
+            raise CheckpointError(
+                f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); use another --workdir"
+            )
         for name, (shape, dtype) in want.items():
             stored, stored_dtype = have[name]
             padded = len(stored) == len(shape) and all(
-                a == b or min(a, b) >= vocab_size for a, b in zip(shape, stored, strict=True))
+                a == b or min(a, b) >= vocab_size for a, b in zip(shape, stored, strict=True)
+            )
             if not padded or dtype != stored_dtype:
-                raise CheckpointError(f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
-                                      f"{dtype}{list(shape)}; use the same model or another --workdir")
+                raise CheckpointError(
+                    f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
+                    f"{dtype}{list(shape)}; use the same model or another --workdir"
+                )
 
 
 def _fields(state: Any) -> dict[str, Any]:

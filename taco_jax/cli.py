@@ -23,7 +23,7 @@ from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devic
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
 --config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
-'config'; the flags below override single fields of it. --config must not be given twice."""
+'config'; the flags below override single fields of it."""
 
 
 def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
@@ -112,7 +112,7 @@ def _one_line(box: str) -> str:
     lines = []
     for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
         text = line.strip("│ \t")
-        if text.startswith("──") or text.startswith("╰"):
+        if text.startswith(("──", "╰")):
             break
         if text and not text.startswith("╭"):
             lines.append(text)
@@ -131,7 +131,7 @@ def _explain(error: Exception) -> str:
         cls = getattr(module, match[1], None)
         names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         return f"{match[1]} has no key {match[2]!r}; {nearest(match[2], names) if names else ''}".rstrip("; ")
-    return f"{type(error).__name__}: {text}"
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
 def _line_of(error: Exception, path: Path) -> str:
@@ -140,29 +140,37 @@ def _line_of(error: Exception, path: Path) -> str:
     return f" line {line}" if line else ""
 
 
-def select_devices(devices: str | None) -> None:
+def select_devices(devices: str | None, *, deterministic: bool = False) -> None:
     """Makes JAX see the devices that a `devices` value names. Call it before anything starts a backend.
 
     "cpu:N" sets JAX_PLATFORMS and, in XLA_FLAGS, the number of emulated devices and a long rendezvous timeout: more
     devices than cores can take longer than XLA's 40 s to arrive at a collective, which then aborts the process. Other
-    flags of the user stay, and so does their own timeout.
+    flags of the user stay, and so does their own timeout. `deterministic` makes GPU results repeat bit for bit.
     """
     platform, count = parse_devices(devices)
-    if platform is None:
-        return
-    os.environ["JAX_PLATFORMS"] = platform
+    flags = os.environ.get("XLA_FLAGS", "").split()
+
+    def have(flag: str) -> bool:
+        return any(f.startswith(flag) for f in flags)
+
+    # All of these flags are known to every jax that this package supports; XLA aborts on one that it does not know.
     if count is not None:
-        flags = [f for f in os.environ.get("XLA_FLAGS", "").split()
-                 if not f.startswith("--xla_force_host_platform_device_count")]
+        flags = [f for f in flags if not f.startswith("--xla_force_host_platform_device_count")]
         flags.append(f"--xla_force_host_platform_device_count={count}")
-        # Known to every jax that this package supports; XLA aborts on a flag that it does not know.
-        timeout = "--xla_cpu_collective_call_terminate_timeout_seconds"
-        if not any(f.startswith(timeout) for f in flags):
-            flags.append(f"{timeout}=600")
+        if not have("--xla_cpu_collective_call_terminate_timeout_seconds"):
+            flags.append("--xla_cpu_collective_call_terminate_timeout_seconds=600")
+    if deterministic:
+        if not have("--xla_gpu_deterministic_ops"):
+            flags.append("--xla_gpu_deterministic_ops=true")
+        # NCCL's sums in the NVLink switch depend on how its memory came to lie.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
-    if "jax" in sys.modules:
-        # jax read JAX_PLATFORMS when it was imported; XLA reads its flags only when the backend starts.
-        sys.modules["jax"].config.update("jax_platforms", platform)
+    if platform is not None:
+        os.environ["JAX_PLATFORMS"] = platform
+        if "jax" in sys.modules:
+            # jax read JAX_PLATFORMS when it was imported; XLA reads its flags only when the backend starts.
+            sys.modules["jax"].config.update("jax_platforms", platform)
 
 
 def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:

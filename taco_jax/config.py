@@ -1,8 +1,8 @@
 """The configuration of a training run: frozen dataclasses, every field with the sentence that `--help` shows.
 
 `TrainConfig` is what an experiment file assigns to its module-level name `config`, what the command line overrides
-(`taco_jax.cli`) and what a workdir keeps as `config.json`. `check` holds the rules between fields. Nothing here starts a
-JAX backend.
+(`taco_jax.cli`) and what a workdir keeps as `config.json`. `check` holds the rules between fields. Nothing here starts
+a JAX backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"did you mean 'x'?" for the closest of `known`, or all of them when none is close."""
+    """ "did you mean 'x'?" for the closest of `known`, or all of them when none is close."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
@@ -70,7 +70,7 @@ class CompressionConfig:
     calibration_steps: int = 2
     """First steps that only measure: every site runs uncalibrated until they are over."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Codecs of single sites, PATTERN CODEC pairs such as 'layers/mlp/*' int8h:int6h (forward:backward), first match wins."""
+    """Codecs of single sites: pairs PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h:int6h; first match wins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,23 +210,54 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
 
     `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
     """
-    for key in ("steps", "global_batch", "accumulation", "mesh.dp", "mesh.pp", "mesh.tp", "data.sequence_length",
-                "compression.history", "checkpoint.every", "metrics.every", "evaluation.every", "max_skipped_in_a_row"):
+    for key in (
+        "steps",
+        "global_batch",
+        "accumulation",
+        "mesh.dp",
+        "mesh.pp",
+        "mesh.tp",
+        "data.sequence_length",
+        "compression.history",
+        "checkpoint.every",
+        "metrics.every",
+        "evaluation.every",
+        "max_skipped_in_a_row",
+    ):
         _require(get(config, key) >= 1, config, key, "must be at least 1")
-    for key in ("seed", "optimizer.warmup_steps", "metrics.snr_every", "data.prefetch", "compression.calibration_steps"):
+    for key in (
+        "seed",
+        "optimizer.warmup_steps",
+        "metrics.snr_every",
+        "data.prefetch",
+        "compression.calibration_steps",
+    ):
         _require(get(config, key) >= 0, config, key, "must not be negative")
-    for key, allowed in (("compute_dtype", COMPUTE_DTYPES), ("compression.algorithm", ALGORITHMS),
-                         ("compression.link", LINKS), ("data.token_dtype", TOKEN_DTYPES), ("remat", REMAT),
-                         ("attention_implementation", ATTENTION)):
+    for key, allowed in (
+        ("compute_dtype", COMPUTE_DTYPES),
+        ("compression.algorithm", ALGORITHMS),
+        ("compression.link", LINKS),
+        ("data.token_dtype", TOKEN_DTYPES),
+        ("remat", REMAT),
+        ("attention_implementation", ATTENTION),
+    ):
         value = get(config, key)
-        _require(value in allowed, config, key, f"{nearest(value, [a for a in allowed if a])} "
-                 f"(one of {', '.join(str(a) for a in allowed)})")
+        _require(
+            value in allowed,
+            config,
+            key,
+            f"{nearest(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
+        )
     _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
     _require(config.stop_after is None or config.stop_after >= 1, config, "stop_after", "must be at least 1")
     _require(0 < config.data.validation_fraction < 1, config, "data.validation_fraction", "must be between 0 and 1")
     _require(config.optimizer.learning_rate > 0, config, "optimizer.learning_rate", "must be above 0")
-    _require(config.optimizer.min_learning_rate <= config.optimizer.learning_rate, config,
-             "optimizer.min_learning_rate", f"must not exceed learning_rate={config.optimizer.learning_rate}")
+    _require(
+        config.optimizer.min_learning_rate <= config.optimizer.learning_rate,
+        config,
+        "optimizer.min_learning_rate",
+        f"must not exceed learning_rate={config.optimizer.learning_rate}",
+    )
     clip = config.optimizer.clip_norm
     _require(clip is None or clip > 0, config, "optimizer.clip_norm", "must be above 0, or None for no clipping")
     keep = config.checkpoint.keep
@@ -244,8 +275,10 @@ def _check_batch(config: TrainConfig) -> None:
     parts = config.mesh.dp * config.accumulation
     if config.global_batch % parts:
         near = max(1, round(config.global_batch / parts)) * parts
-        raise ConfigError(f"global_batch={config.global_batch}: mesh.dp={config.mesh.dp} x accumulation="
-                          f"{config.accumulation} must divide it; try {near}")
+        raise ConfigError(
+            f"global_batch={config.global_batch}: mesh.dp={config.mesh.dp} x accumulation="
+            f"{config.accumulation} must divide it; try {near}"
+        )
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -259,11 +292,15 @@ def _check_model(config: TrainConfig) -> None:
         raise ConfigError(f"model: {error}") from error
     length, tp = config.data.sequence_length, config.mesh.tp
     if config.model.positions == "learned" and length > config.model.max_length:
-        raise ConfigError(f"data.sequence_length={length}: the model has learned positions for model.max_length="
-                          f"{config.model.max_length} tokens; use at most that")
+        raise ConfigError(
+            f"data.sequence_length={length}: the model has learned positions for model.max_length="
+            f"{config.model.max_length} tokens; use at most that"
+        )
     if config.sequence_parallel and length % tp:
-        raise ConfigError(f"data.sequence_length={length}: sequence_parallel needs mesh.tp={tp} to divide it; "
-                          f"try {max(1, length // tp) * tp}")
+        raise ConfigError(
+            f"data.sequence_length={length}: sequence_parallel needs mesh.tp={tp} to divide it; "
+            f"try {max(1, length // tp) * tp}"
+        )
 
 
 def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
@@ -272,7 +309,10 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
     names = {"compression.forward": config.compression.forward, "compression.backward": config.compression.backward}
     for pattern, pair in config.compression.plan.items():
         forward, backward = codec_pair(pair)
-        names |= {f"compression.plan {pattern!r} (forward)": forward, f"compression.plan {pattern!r} (backward)": backward}
+        names |= {
+            f"compression.plan {pattern!r} (forward)": forward,
+            f"compression.plan {pattern!r} (backward)": backward,
+        }
     for key, name in names.items():
         if name not in codecs:
             raise ConfigError(f"{key}={name!r}: no such codec preset; {nearest(name, codecs)}")

@@ -1,10 +1,10 @@
 """What a run measures about itself: throughput, model FLOP/s, memory, and the records of `metrics.jsonl`.
 
 A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "step_seconds",
-"comm_bytes", "comm_bytes_bf16", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and "validation_perplexity"
-where the step was validated and "sites" where SNR was measured. Losses are nats per token, times seconds, `comm_bytes` what
-one device sends per step as tensor-parallel activation traffic and `comm_bytes_bf16` the same messages as bf16. A value that
-is not finite or not known is null.
+"comm_bytes", "comm_bytes_bf16", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and
+"validation_perplexity" where the step was validated and "sites" where SNR was measured. Losses are nats per token,
+times seconds, `comm_bytes` what one device sends per step as tensor-parallel activation traffic and `comm_bytes_bf16`
+the same messages as bf16. A value that is not finite or not known is null.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from taco_jax.config import ConfigError, MetricsConfig, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
 from taco_jax.workdir import METRICS, set_aside, write_text
 
-# Dense bf16 peak in FLOP/s by the start of jax's device_kind, from NVIDIA's data sheets (without sparsity). First match wins.
+# Dense bf16 peak in FLOP/s by the start of jax's device_kind, from NVIDIA's data sheets (without sparsity). First
+# match wins.
 BF16_PEAK = (
     ("NVIDIA GB200", 2.5e15),
     ("NVIDIA B200", 2.25e15),
+    ("NVIDIA H200 NVL", 835e12),
     ("NVIDIA H200", 989.4e12),
     ("NVIDIA H100 PCIe", 756e12),
     ("NVIDIA H100 NVL", 835e12),
@@ -33,12 +35,11 @@ BF16_PEAK = (
     ("NVIDIA A800", 312e12),
     ("NVIDIA A40", 149.7e12),
     ("NVIDIA A30", 165e12),
+    ("NVIDIA A10G", 70e12),
     ("NVIDIA A10", 125e12),
     ("NVIDIA L40S", 362e12),
     ("NVIDIA L40", 181e12),
     ("NVIDIA L4", 121e12),
-    ("NVIDIA GeForce RTX 4090", 165.2e12),
-    ("NVIDIA GeForce RTX 3090", 71e12),
 )
 
 
@@ -48,9 +49,9 @@ def bf16_peak(device_kind: str) -> float | None:
 
 
 def flops_per_token(model: ModelConfig, length: int) -> float:
-    """Model FLOPs of forward and backward per trained token: 6 per weight in a matrix product, 12 * L * heads * head_dim per
-    layer for attention scores (not halved for causality, recomputation not counted), as in PaLM (arXiv 2204.02311,
-    appendix B). The embedding lookup is no product; the output head is, tied or not."""
+    """Model FLOPs of forward and backward per trained token: 6 per weight in a matrix product, 12 * L * heads *
+    head_dim per layer for attention scores (not halved for causality, recomputation not counted), as in PaLM (arXiv
+    2204.02311, appendix B). The embedding lookup is no product; the output head is, tied or not."""
     query, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     layer = model.d_model * (2 * query + 2 * kv + (3 if model.gated_mlp else 2) * model.d_mlp)
     weights = model.n_layers * layer + model.vocab_size * model.d_model
@@ -58,7 +59,7 @@ def flops_per_token(model: ModelConfig, length: int) -> float:
 
 
 def peak_memory(devices: Any) -> int | None:
-    """Most bytes in use on any one of this process' devices so far. Emulated CPU devices share the process: its peak."""
+    """Most bytes in use so far on any one of this process' devices; for emulated ones on the CPU, of the process."""
     if devices[0].platform == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
@@ -110,12 +111,12 @@ def finite(value: Any) -> Any:
 class Recorder:
     """Appends records to `metrics.jsonl` and passes them on to TensorBoard and Weights & Biases where asked.
 
-    Started at `step`, it keeps the earlier run's records up to `step` and drops later ones, which the run is about to make
-    again; started at 0 over existing records, it sets the old file aside. With `active=False` (all processes but the first)
-    it does nothing.
+    A run that goes on from `step` keeps the records up to there and drops later ones, which it is about to make again;
+    `keep_later` keeps a copy of the old file, and so does a start at step 0 over existing records. None appends to
+    whatever is there. With `active=False` (all processes but the first) nothing is written.
     """
 
-    def __init__(self, config: TrainConfig, step: int, *, active: bool = True):
+    def __init__(self, config: TrainConfig, step: int | None, *, keep_later: bool = False, active: bool = True):
         self.path = Path(config.workdir) / METRICS
         self.remarks: list[str] = []
         self._sinks: list[Any] = []
@@ -124,10 +125,11 @@ class Recorder:
             return
         self._sinks = _sinks(config.metrics, config)
         if self.path.exists() and self.path.stat().st_size:
-            if step == 0:
-                self.remarks.append(f"earlier metrics without a checkpoint are kept in {set_aside(self.path)}")
-            else:
-                kept = [r for r in read_records(self.path) if r["step"] <= step]
+            records = read_records(self.path)
+            if step == 0 or keep_later:
+                self.remarks.append(f"metrics of later steps are kept in {set_aside(self.path)}")
+            if step is not None:
+                kept = [r for r in records if r["step"] <= step]
                 write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a")
 
@@ -172,8 +174,9 @@ def _sinks(config: MetricsConfig, run: TrainConfig) -> list[Any]:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise ConfigError("metrics.tensorboard=True: the package tensorboardX is missing; "
-                              "pip install 'taco-jax[tensorboard]'") from None
+            raise ConfigError(
+                "metrics.tensorboard=True: the package tensorboardX is missing; pip install 'taco-jax[tensorboard]'"
+            ) from None
         writer = SummaryWriter(str(Path(run.workdir) / "tensorboard"))
 
         def to_tensorboard(record):
@@ -185,7 +188,9 @@ def _sinks(config: MetricsConfig, run: TrainConfig) -> list[Any]:
         try:
             import wandb
         except ImportError:
-            raise ConfigError("metrics.wandb=True: the package wandb is missing; pip install 'taco-jax[wandb]'") from None
+            raise ConfigError(
+                "metrics.wandb=True: the package wandb is missing; pip install 'taco-jax[wandb]'"
+            ) from None
         tracker = wandb.init(project="taco-jax", dir=run.workdir, config=to_dict(run))
         sinks.append(lambda record: tracker.log(_scalars(record), step=record["step"]))
     return sinks

@@ -35,7 +35,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def decayed(params: Any) -> Any:
     """A tree of bools: True for the leaves with weight decay, which are matrices by their shape in one layer.
 
-    Leaves below a key "layers" are stacked on a leading dim, which does not count; biases have none, whatever their shape.
+    Leaves below a key "layers" are stacked on a leading dim, which does not count; biases have none, whatever their
+    shape.
     """
 
     def matrix(path, leaf) -> bool:
@@ -46,12 +47,14 @@ def decayed(params: Any) -> Any:
 
 
 def make(config: OptimizerConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """(optimizer, schedule). The optimiser's state has the same structure for every setting, so any of them can change on
+    """(optimizer, schedule). The optimiser's state has the same structure for every setting, so any of them can change
+    on
     a resumed run. `clip_norm=None` clips at infinity, which changes nothing."""
     schedule = learning_rate(config, steps)
     optimizer = optax.chain(
         optax.clip_by_global_norm(float("inf") if config.clip_norm is None else config.clip_norm),
-        optax.adamw(schedule, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay,
-                    mask=decayed),
+        optax.adamw(
+            schedule, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
+        ),
     )
     return optimizer, schedule

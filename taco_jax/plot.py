@@ -2,8 +2,8 @@
 
     python -m taco_jax.plot runs/taco runs/none --out compare.png
 
-A run is a workdir or a metrics.jsonl. The left panel has the training loss (a running mean over it where it has many points)
-and the validation loss as dots, the right one tokens per second.
+A run is a workdir or a metrics.jsonl. The left panel has the training loss (a running mean over it where it has many
+points) and the validation loss as dots, the right one tokens per second.
 """
 
 from __future__ import annotations

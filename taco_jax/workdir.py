@@ -1,7 +1,7 @@
 """The folder of a run: `config.json`, `metrics.jsonl`, `loss.png`, `checkpoints/`. Nothing in it is ever overwritten.
 
-An existing workdir is resumed if its model is the same. What a run from an earlier step would replace is set aside under
-another name.
+An existing workdir is resumed if its model is the same. What a run from an earlier step would replace is set aside
+under another name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
 # What one resumed run may change without a word: how it is run, not what it computes.
-_UNREMARKABLE = ("stop_after", "workdir", "devices", "dry_run", "gpu_memory_gb", "checkpoint.", "metrics.", "data.prefetch")
+_UNREMARKABLE = (
+    "stop_after",
+    "workdir",
+    "devices",
+    "dry_run",
+    "gpu_memory_gb",
+    "checkpoint.",
+    "metrics.",
+    "data.prefetch",
+)
 
 
 def open_workdir(config: TrainConfig) -> list[str]:
@@ -29,12 +38,16 @@ def open_workdir(config: TrainConfig) -> list[str]:
         changed = _changed(_read(path), now)
         model = [text for key, text in changed.items() if key.startswith("model.")]
         if model:
-            raise ConfigError(f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model or "
-                              f"another --workdir")
+            raise ConfigError(
+                f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model or "
+                f"another --workdir"
+            )
         return [text for key, text in changed.items() if not key.startswith(_UNREMARKABLE)]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"workdir={config.workdir}: exists but holds no {CONFIG}, so it is no run of this program; "
-                          f"use an empty folder or another --workdir")
+    if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir())):
+        raise ConfigError(
+            f"workdir={config.workdir}: exists but holds no {CONFIG}, so it is no run of this program; "
+            f"use an empty folder or another --workdir"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(now, indent=2) + "\n")
     return []

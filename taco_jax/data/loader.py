@@ -5,7 +5,8 @@ predicted. Windows do not overlap in their predicted tokens.
 
 The position of the iterator is one number, `samples`: the windows handed out since the start of the run. It depends on
 neither the mesh, nor the processes, nor the batch size, so a run goes on with the next unseen window on any of them.
-Every process makes the whole batch and gives its devices their rows: reading is cheap, and the order is everywhere equal.
+Every process makes the whole batch and gives its devices their rows: reading is cheap, and the order is everywhere
+equal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from taco_jax.config import ConfigError, DataConfig, TrainConfig, nearest
+from taco_jax.config import DataConfig, TrainConfig, nearest
 from taco_jax.data.text import CORPORA, read_text
 from taco_jax.data.tokens import DataError, check_ids, open_tokens
 
@@ -48,8 +49,10 @@ class Windows:
     def __init__(self, tokens: np.ndarray, length: int, vocab_size: int, name: str):
         self.tokens, self.length, self.vocab_size, self.name = tokens, length, vocab_size, name
         if len(tokens) < length + 1:
-            raise DataError(f"{name}: too short: {len(tokens)} tokens, one window needs data.sequence_length + 1 = "
-                            f"{length + 1}; use a longer file or a sequence_length of at most {max(len(tokens) - 1, 0)}")
+            raise DataError(
+                f"{name}: too short: {len(tokens)} tokens, one window needs data.sequence_length + 1 = "
+                f"{length + 1}; use a longer file or a sequence_length of at most {max(len(tokens) - 1, 0)}"
+            )
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
@@ -67,8 +70,8 @@ class Windows:
 class Batches(Iterator[np.ndarray]):
     """An endless iterator of int32[B, L + 1] over shuffled windows, one order per epoch, drawn from `seed`.
 
-    `state()` is {"samples": windows handed out, "seed": seed, "windows": windows of one epoch}; `restore(state)` goes on
-    after them, with any batch size. Another seed or other data would repeat and skip windows: both raise DataError.
+    `state()` is {"samples": windows handed out, "seed": seed, "windows": windows of one epoch}; `restore(state)` goes
+    on after them, with any batch size. Another seed or other data would repeat and skip windows: both raise DataError.
     """
 
     def __init__(self, windows: Windows, batch: int, *, seed: int, prefetch: int = 2):
@@ -94,11 +97,15 @@ class Batches(Iterator[np.ndarray]):
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.seed:
-            raise DataError(f"seed={self.seed}: the checkpoint's data order was drawn with seed {state['seed']}; "
-                            f"use --seed {state['seed']} or another --workdir")
+            raise DataError(
+                f"seed={self.seed}: the checkpoint's data order was drawn with seed {state['seed']}; "
+                f"use --seed {state['seed']} or another --workdir"
+            )
         if state["windows"] != len(self.windows):
-            raise DataError(f"{self.windows.name}: has {len(self.windows)} windows, the checkpoint's data had "
-                            f"{state['windows']}; use the same data.train and data.sequence_length or another --workdir")
+            raise DataError(
+                f"{self.windows.name}: has {len(self.windows)} windows, the checkpoint's data had "
+                f"{state['windows']}; use the same data.train and data.sequence_length or another --workdir"
+            )
         self._seek(int(state["samples"]))
 
 
@@ -116,8 +123,10 @@ def evaluation_batches(config: TrainConfig, tokens: np.ndarray) -> Iterator[np.n
     windows = Windows(tokens, config.data.sequence_length, config.model.vocab_size, name)
     count, batch = len(windows) // config.global_batch, config.global_batch
     if count == 0:
-        raise DataError(f"{name}: too short: {len(windows)} windows do not fill one batch of global_batch={batch}; "
-                        f"raise data.validation_fraction, or switch validation off with --evaluation.batches 0")
+        raise DataError(
+            f"{name}: too short: {len(windows)} windows do not fill one batch of global_batch={batch}; "
+            f"raise data.validation_fraction, or switch validation off with --evaluation.batches 0"
+        )
     if config.evaluation.batches is not None:
         count = min(count, config.evaluation.batches)
     return (np.stack([windows[i * batch + j] for j in range(batch)]) for i in range(count))
@@ -127,7 +136,4 @@ def device_batch(batch: np.ndarray, sharding: Any) -> dict[str, Any]:
     """{"tokens": int32[B, L + 1]} on the devices of `sharding`; every process passes the same whole batch."""
     import jax
 
-    rows = sharding.mesh.shape.get("dp", 1) if hasattr(sharding, "mesh") else 1
-    if batch.shape[0] % rows:
-        raise ConfigError(f"global_batch={batch.shape[0]}: mesh.dp={rows} must divide it")
     return {"tokens": jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])}

@@ -1,7 +1,7 @@
 """Text as tokens: every byte of the UTF-8 text is one id below 256, so no tokenizer is needed.
 
-The packaged corpus "austen" is the text of Jane Austen's six novels (public domain), 3,997,869 bytes. Byte n-grams reach
-2.39 (bigram) and 1.88 (trigram) nats per byte on it.
+The packaged corpus "austen" is the text of Jane Austen's six novels (public domain), 3,997,869 bytes. Byte n-grams
+reach 2.39 (bigram) and 1.88 (trigram) nats per byte on it.
 """
 
 from __future__ import annotations

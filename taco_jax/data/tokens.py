@@ -23,8 +23,9 @@ class DataError(ConfigError):
 def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.ndarray:
     """The ids of a `.bin` file as a read-only memory map, uint16[n] or uint32[n].
 
-    `dtype` "auto" takes what the suffix says (.u16.bin, .u32.bin), else uint16 where `vocab_size` <= 65536, else uint32.
-    Raises DataError for a file that is missing, empty, not a whole number of ids, or holds an id >= `vocab_size`.
+    `dtype` "auto" takes what the suffix says (.u16.bin, .u32.bin), else uint16 where `vocab_size` <= 65536, else
+    uint32. Raises DataError for a file that is missing, empty, not a whole number of ids, or holds an id >=
+    `vocab_size`.
     """
     path = Path(path)
     require_file(path)
@@ -33,10 +34,14 @@ def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.nd
     if size == 0:
         raise DataError(f"{path}: the file is empty")
     if size % item:
-        raise DataError(f"{path}: corrupt or not {name}: {size} bytes are not a whole number of {item}-byte token ids; "
-                        f"check data.token_dtype")
+        raise DataError(
+            f"{path}: corrupt or not {name}: {size} bytes are not a whole number of {item}-byte token ids; "
+            f"check data.token_dtype"
+        )
     if size >= 1024 and int(np.fromfile(path, dtype="<i4", count=1)[0]) in HEADER_MAGIC:
-        raise DataError(f"{path}: starts with the 1,024-byte header of llm.c; write the token ids alone, as nanoGPT does")
+        raise DataError(
+            f"{path}: starts with the 1,024-byte header of llm.c; write the token ids alone, as nanoGPT does"
+        )
     tokens = np.memmap(path, dtype=DTYPES[name], mode="r")
     check_ids(tokens[:CHECKED_ON_OPEN], vocab_size, str(path))
     return tokens
@@ -46,8 +51,10 @@ def check_ids(tokens: np.ndarray, vocab_size: int, name: str, offset: int = 0) -
     """Raises DataError if an id is outside [0, vocab_size); `offset` is the place of tokens[0] in the file."""
     if tokens.size and int(tokens.max()) >= vocab_size:
         place = int(np.argmax(tokens >= vocab_size))
-        raise DataError(f"{name}: token id {int(tokens[place])} at position {offset + place} is outside the vocabulary; "
-                        f"ids must be below model.vocab_size={vocab_size} (is data.token_dtype right?)")
+        raise DataError(
+            f"{name}: token id {int(tokens[place])} at position {offset + place} is outside the vocabulary; "
+            f"ids must be below model.vocab_size={vocab_size} (is data.token_dtype right?)"
+        )
 
 
 def require_file(path: Path) -> None:
@@ -58,8 +65,11 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path}: is a folder, not a data file")
     folder = path.parent
     known = sorted(str(folder / p.name) for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
-    hint = nearest(str(path), known) if 0 < len(known) <= 50 else f"the folder {folder} " + (
-        "does not exist" if not folder.is_dir() else "holds no such file")
+    hint = (
+        nearest(str(path), known)
+        if 0 < len(known) <= 50
+        else f"the folder {folder} " + ("does not exist" if not folder.is_dir() else "holds no such file")
+    )
     raise DataError(f"{path}: no such data file; {hint}")
 
 

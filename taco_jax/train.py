@@ -1,0 +1,293 @@
+"""The trainer: `python -m taco_jax.train --config experiments/quickstart.py [--mesh.tp 4 ...]`.
+
+One optimiser step is one call of a jitted program (`taco_jax.step`); this file brings it data and takes away its
+metrics. It reads the metrics of a step while the next one runs, so the devices never wait for the host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from taco_jax import cli, data
+from taco_jax.checkpoint import Checkpoints
+from taco_jax.config import TrainConfig, check, to_dict
+from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
+from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; what was saved is good. Exit code 1."""
+
+
+def main(args: Sequence[str]) -> int:
+    config = check(cli.parse(args))
+    cli.select_devices(config.devices, deterministic=config.deterministic)
+    try:
+        train(config)
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def train(config: TrainConfig) -> dict[str, Any] | None:
+    """Runs or resumes the training that `config` describes, up to `steps` or `stop_after`.
+
+    Returns the last record (its keys: `taco_jax.metrics`); None for a dry run.
+
+    Raises:
+      ConfigError: the settings, the data or the workdir cannot be used.
+      TrainingError: too many steps in a row were not finite.
+    """
+    # Imported here: errors in the settings then come before the seconds that these imports take.
+    from taco_jax.mesh import make_mesh
+    from taco_jax.step import build
+
+    mesh = make_mesh(config.mesh)
+    if config.dry_run:
+        from taco_jax import estimate
+
+        say(json.dumps(to_dict(config), indent=2))
+        estimate.report(config, mesh)
+        return None
+    train_tokens, validation_tokens = data.open_data(config.data, config.model.vocab_size)
+    batches = data.batches(config, train_tokens)
+    data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
+    for remark in open_workdir(config):
+        say(f"changed since this workdir's first run: {remark}")
+    program = build(config, mesh)
+    with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
+        run = Run(config, program, checkpoints, batches, validation_tokens)
+        try:
+            run.begin()
+            run.announce(mesh, len(train_tokens), len(validation_tokens))
+            run.loop()
+            record = run.summary()
+        finally:
+            run.close()
+    if jax.process_index() == 0:
+        _finish(config, record)
+    return record
+
+
+class Run:
+    """The state of a run between its steps: the program's state, the position of the data, and the clock."""
+
+    def __init__(self, config, program, checkpoints: Checkpoints, batches: data.Batches, validation_tokens):
+        self.config, self.program, self.checkpoints, self.batches = config, program, checkpoints, batches
+        self.validation_tokens = validation_tokens
+        self.stop = min(config.steps, config.stop_after or config.steps)
+        self.step = 0
+        self.state: Any = None
+        self.recorder: Recorder | None = None
+        self.record: dict[str, Any] = {}
+        self.comm_bytes, self.comm_bytes_bf16 = program.table.total("activation")
+        devices = jax.local_devices()
+        peak = bf16_peak(devices[0].device_kind)
+        self.peak_flops = peak and peak * config.mesh.size
+        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.clock: float | None = None
+        self.timed_step = 0
+        self.seconds_per_step: float | None = None
+
+    def begin(self) -> None:
+        """Restores the checkpoint that the config asks for, else makes the first state."""
+        config = self.config
+        chosen = self.checkpoints.choose(config.checkpoint.resume_step)
+        remarks, moved = [], []
+        if chosen is None:
+            self.state = self.program.init(jax.random.key(config.seed))
+        else:
+            moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
+            self.state, run, remarks = self.checkpoints.restore(
+                chosen,
+                self.program.state_shapes,
+                config.model.vocab_size,
+                lambda: self.program.init(jax.random.key(config.seed)).scales,
+            )
+            self.batches.restore(run["data"])
+            self.step = chosen
+            if moved:
+                remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
+            say(f"resumed from step {chosen}")
+        # A finished run keeps its records: nothing is going to make them again.
+        self.recorder = Recorder(
+            config,
+            self.step if self.step < self.stop else None,
+            keep_later=bool(moved),
+            active=jax.process_index() == 0,
+        )
+        for remark in remarks + self.recorder.remarks:
+            say(remark)
+
+    def announce(self, mesh, train_tokens: int, validation_tokens: int) -> None:
+        config = self.config
+        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.program.state_shapes.params))
+        device = mesh.devices.flat[0].device_kind
+        tokens = config.global_batch * config.data.sequence_length
+        say(
+            f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
+            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
+            f"codec {config.compression.forward} forward, {config.compression.backward} backward"
+        )
+        say(
+            f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
+            f"{tokens:,} tokens a step; workdir {config.workdir}"
+        )
+        if self.step >= self.stop:
+            say(f"already at step {self.step} of {self.stop}; nothing to train")
+
+    def loop(self) -> None:
+        config = self.config
+        pending: tuple[int, int, Any] | None = None
+        while self.step < self.stop:
+            self.step += 1
+            batch = data.device_batch(next(self.batches), self.program.batch_sharding)
+            measured = config.metrics.snr_every and self.step % config.metrics.snr_every == 0
+            advance = self.program.step_with_stats if measured else self.program.step
+            self.state, out = advance(self.state, batch)
+            if self.clock is None:
+                # The first call has compiled; what follows is the step alone.
+                self.clock, self.timed_step = time.perf_counter(), self.step - 1
+            if pending:
+                self.finish(*pending)
+            pending = (self.step, self.batches.samples, out)
+            last = self.step == self.stop
+            validate = last or self.step % config.evaluation.every == 0
+            save = last or self.step % config.checkpoint.every == 0
+            if validate or save:
+                # Read the metrics first: a run that has to stop must not save or validate any more.
+                self.finish(*pending, validate=validate)
+                pending = None
+                if save:
+                    self.save()
+                self.clock, self.timed_step = time.perf_counter(), self.step
+
+    def finish(self, step: int, samples: int, out: Any, *, validate: bool = False) -> None:
+        """Waits for the metrics of `step`, and prints and records them if it is their turn."""
+        values = dict(jax.device_get(out))
+        shown = step == 1 or step % self.config.metrics.every == 0 or validate or values["skipped"] or "sites" in values
+        in_a_row = int(values.pop("skipped_in_a_row"))
+        if shown:
+            self.record = self._timed(step, samples, values)
+        if validate:
+            self.record |= self.validate()
+        if shown:
+            self.recorder.write(self.record)
+            left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
+            say(step_line(self.record, self.config.steps, left))
+        if validate and "validation_loss" in self.record:
+            say(
+                f"step {step}: validation loss {self.record['validation_loss']:.4f}, "
+                f"perplexity {self.record['validation_perplexity']:.2f}"
+            )
+        if in_a_row >= self.config.max_skipped_in_a_row:
+            raise TrainingError(
+                f"step {step}: loss or gradient not finite for {in_a_row} steps in a row (max_skipped_in_a_row="
+                f"{self.config.max_skipped_in_a_row}); the parameters are those of the last finite step and were not "
+                f"saved again. Try a lower optimizer.learning_rate or compression.backward none"
+            )
+
+    def _timed(self, step: int, samples: int, values: dict[str, Any]) -> dict[str, Any]:
+        config, now = self.config, time.perf_counter()
+        seconds = (now - self.clock) / (step - self.timed_step)
+        self.clock, self.timed_step = now, step
+        # The remaining time follows the recent steps.
+        old = self.seconds_per_step
+        self.seconds_per_step = seconds if old is None else 0.7 * old + 0.3 * seconds
+        tokens = config.global_batch * config.data.sequence_length / seconds
+        used = peak_memory(jax.local_devices())
+        record = {"step": step} | {key: _plain(value) for key, value in values.items() if key != "sites"}
+        record["skipped"] = int(record["skipped"])
+        record |= {
+            "tokens_per_second": tokens,
+            "step_seconds": seconds,
+            "comm_bytes": self.comm_bytes,
+            "comm_bytes_bf16": self.comm_bytes_bf16,
+            "mfu": self.peak_flops and tokens * self.flops_per_token / self.peak_flops,
+            "peak_memory_bytes": used,
+            "samples": samples,
+        }
+        if "sites" in values:
+            record["sites"] = _plain(values["sites"])
+        return record
+
+    def validate(self) -> dict[str, float]:
+        """Mean loss per token of the validation batches, and its exponential; {} where validation is switched off."""
+        total = count = 0.0
+        running = None
+        for batch in data.evaluation_batches(self.config, self.validation_tokens):
+            result = self.program.eval_step(self.state, data.device_batch(batch, self.program.batch_sharding))
+            if running is not None:
+                nll, n = jax.device_get(running)
+                total, count = total + float(nll), count + float(n)
+            running = result
+        if running is None:
+            return {}
+        nll, n = jax.device_get(running)
+        loss = (total + float(nll)) / (count + float(n))
+        return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
+
+    def save(self) -> None:
+        self.checkpoints.save(self.step, self.state, {"data": self.batches.state(), "seed": self.config.seed})
+
+    def summary(self) -> dict[str, Any]:
+        """The last record; of a run that had nothing left to do, its validation alone."""
+        if not self.record:
+            self.record = {"step": self.step, "comm_bytes": self.comm_bytes, "comm_bytes_bf16": self.comm_bytes_bf16}
+            self.record |= self.validate()
+        return self.record
+
+    def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _finish(config: TrainConfig, record: dict[str, Any]) -> None:
+    """The last lines: what was reached, what it moved, and where everything is."""
+    from taco_jax import plot
+
+    workdir, step = Path(config.workdir), record["step"]
+    if "validation_loss" in record:
+        loss, perplexity = record["validation_loss"], record["validation_perplexity"]
+        say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
+    comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
+    if comm:
+        say(
+            f"tensor-parallel activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
+            f"bf16: ratio {bf16 / comm:.2f}; {step * comm / 1e9:.2f} instead of {step * bf16 / 1e9:.2f} GB in "
+            f"{step} steps"
+        )
+    else:
+        say("tensor-parallel activation traffic: none")
+    places = []
+    if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
+        places += [f"loss curve {plot.draw([workdir], workdir / PLOT)}", f"metrics {workdir / METRICS}"]
+    if config.checkpoint.enabled:
+        places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
+    say("; ".join(places))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    return np.asarray(value).item()
+
+
+def say(text: str) -> None:
+    """Prints on the first process, at once even into a pipe."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
