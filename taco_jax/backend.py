@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.codec import Codec
+from taco_jax.codec import Codec, as_codec
 
 
 def encode(codec: Codec, x_PN: jax.Array, exponent=None, key=None, with_stats: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -74,3 +74,15 @@ def default_min_bytes() -> int:
     measured by `taco_jax.tune`. The CPU emulator compresses everything, so that what is trained there is what is asked for.
     """
     return 0 if jax.default_backend() == "cpu" else 1 << 20
+
+
+def choose(codec: str | Codec, device, dtype: str, elements: int = 1 << 26) -> tuple[str, str]:
+    """(implementation, reason) that encodes messages of `codec` on `device`: "mosaic", "triton" or "jnp"."""
+    from pallas_kernels import KernelSpec, choose as choose_kernel
+
+    codec = as_codec(codec)
+    if codec.exact:
+        return "jax.lax", "codec none sends values as they are"
+    return choose_kernel(
+        KernelSpec("encode", codec.name, codec.element, codec.block, codec.rotation, codec.scale, dtype, elements), device
+    )

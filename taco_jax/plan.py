@@ -58,21 +58,23 @@ class Plan:
 
         Plan({"layers/*/down": Compression("int6h", "taco"), "head": None, "*": "taco"})
 
-    Patterns are shell-style (`fnmatch`). A site that no pattern matches is exact; a pattern that matches no site is an error.
+    Patterns are shell-style (`fnmatch`). A site that no pattern matches takes
+    `default` (None: exact); a pattern that matches no site is an error.
     """
 
-    def __init__(self, rules: Mapping[str, str | Compression | None]):
+    def __init__(self, rules: Mapping[str, str | Compression | None], default: str | Compression | None = None):
+        self.default = as_compression(default)
         self.rules = {pattern: as_compression(value) for pattern, value in rules.items()}
 
     def resolve(self, site_names: Iterable[str]) -> dict[str, Compression | None]:
         """The compression of every site. Raises ValueError for a pattern that matches none, naming the nearest site."""
         names = list(site_names)
         for pattern in self.rules:
-            if not fnmatch.filter(names, pattern):
+            if not [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
                 near = difflib.get_close_matches(pattern, names, 1, 0.3)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
         return {name: self._lookup(name) for name in names}
 
     def _lookup(self, name: str) -> Compression | None:
-        return next((c for pattern, c in self.rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        return next((c for pattern, c in self.rules.items() if fnmatch.fnmatchcase(name, pattern)), self.default)

@@ -17,6 +17,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import numpy as np
+from jax import lax
+
 _table: contextvars.ContextVar[Table | None] = contextvars.ContextVar("taco_jax_sites", default=None)
 _calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", default=1)
 
@@ -114,26 +117,20 @@ def add(site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind
         return
     calls = current_calls() if calls is None else calls
     share = _SENT[op](ranks)
-    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1, "bool": 1}.get(str(dtype), 4)
-    sent = share * elements * itemsize if sent is None else sent
+    sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     bf16 = share * elements * 2
     table.add(Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo))
 
 
-def exact(site: str, direction: str, op: str, axis, x, *, ranks: int | None = None, calls: int | None = None) -> None:
+def exact(site: str, direction: str, op: str, axis, x, *, kind: str = "other") -> None:
     """Lists an exact collective that the caller issues itself (cross-entropy scalars, norm weights, replicated kv heads).
 
-    `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name. Recorded as kind "other".
+    `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name.
     """
-    if _table.get() is None:
-        return
-    if ranks is None:
-        from jax import lax
-
-        ranks = lax.axis_size(axis)
-    hlo = ((HLO_OPCODE[op], str(x.dtype), math.prod(x.shape)),)
-    add(site, direction, op, axis, ranks, math.prod(x.shape), x.dtype, kind="other", calls=calls, hlo=hlo)
+    elements = math.prod(x.shape)
+    hlo = ((HLO_OPCODE[op], str(x.dtype), elements),)
+    add(site, direction, op, axis, lax.axis_size(axis), elements, x.dtype, kind=kind, hlo=hlo)
 
 
 HLO_OPCODE = {

@@ -23,6 +23,7 @@ from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives.differentiable import Operation, apply
 from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.region import AxisName, axis_tuple, check_region, to_varying
+from taco_jax.compat import varying_axes
 from taco_jax.plan import ALGORITHMS, LINKS
 from taco_jax.scales import STATS_WIDTH, SiteScales
 
@@ -35,30 +36,31 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     the cotangent passes unchanged (it is the same on every rank).
     """
 
-    def one(x):
-        if x.nbytes < min_bytes:
+    def one(x, site):
+        if not _is_float(x):
             return _exact(site, "psum", axis_name, x, lambda: lax.psum(x, axis_name))
-        return _call("psum", to_varying(x, axis_name), axis_name, codec, backward_codec, scales, algorithm, key, site)
+        small = x.nbytes < min_bytes
+        return _call("psum", x, axis_name, codec, backward_codec, scales, algorithm, key, site, small)
 
     _check("psum", axis_name, axis_index_groups, codec, backward_codec, algorithm, link, min_bytes, scales)
-    return jax.tree.map(lambda x: one(x) if _is_float(x) else lax.psum(x, axis_name), x)
+    return _map(one, x, site)
 
 
 def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0, axis_index_groups=None,
                  tiled=False, link="auto", min_bytes=0, key=None, site="psum_scatter"):  # fmt: skip
     """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised. Backward: a compressed all_gather."""
 
-    def one(x):
+    def one(x, site):
         dim = _dim(scatter_dimension, x.ndim)
-        plain = lambda: lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=tiled)
         if not _is_float(x):
-            return plain()
-        if x.nbytes < min_bytes:
+            plain = lambda: lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=tiled)
             return _exact(site, "psum_scatter", axis_name, x, plain)
-        return _call("psum_scatter", x, axis_name, codec, backward_codec, scales, "auto", key, site, dims=(dim,), tiled=tiled)
+        own = {"dims": (dim,), "tiled": tiled}
+        small = x.nbytes < min_bytes
+        return _call("psum_scatter", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
 
     _check("psum_scatter", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
-    return jax.tree.map(one, x)
+    return _map(one, x, site)
 
 
 def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0, tiled=False,
@@ -68,20 +70,20 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
     to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts the result.
     """
 
-    def one(x):
+    def one(x, site):
+        ranks = lax.axis_size(axis_name)
         dim = _dim(axis, x.ndim if tiled else x.ndim + 1)
-        plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
         if not _is_float(x):
-            return plain()
-        if x.nbytes * lax.axis_size(axis_name) < min_bytes:
-            return _exact(site, "all_gather", axis_name, x, plain, lax.axis_size(axis_name))
-        return _call("all_gather", to_varying(x, axis_name), axis_name, codec, backward_codec, scales, "auto", key, site,
-                     dims=(dim,), tiled=tiled, to=to)  # fmt: skip
+            plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
+            return _exact(site, "all_gather", axis_name, x, plain, ranks)
+        own = {"dims": (dim,), "tiled": tiled, "to": to}
+        small = ranks * x.nbytes < min_bytes
+        return _call("all_gather", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
 
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r}: must be 'varying' or 'invarying'")
     _check("all_gather", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
-    return jax.tree.map(one, x)
+    return _map(one, x, site)
 
 
 def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, codec, backward_codec=None, scales=None,
@@ -91,17 +93,17 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, cod
     Backward: the inverse exchange, compressed.
     """
 
-    def one(x):
+    def one(x, site):
         dims = (_dim(split_axis, x.ndim), _dim(concat_axis, x.ndim))
-        plain = lambda: lax.all_to_all(x, axis_name, *dims, tiled=tiled)
         if not _is_float(x):
-            return plain()
-        if x.nbytes < min_bytes:
+            plain = lambda: lax.all_to_all(x, axis_name, *dims, tiled=tiled)
             return _exact(site, "all_to_all", axis_name, x, plain)
-        return _call("all_to_all", x, axis_name, codec, backward_codec, scales, "auto", key, site, dims=dims, tiled=tiled)
+        own = {"dims": dims, "tiled": tiled}
+        small = x.nbytes < min_bytes
+        return _call("all_to_all", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
 
     _check("all_to_all", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
-    return jax.tree.map(one, x)
+    return _map(one, x, site)
 
 
 def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales=None, link="auto", min_bytes=0, key=None,
@@ -109,15 +111,14 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does. Backward: the inverse."""
     perm = tuple((int(s), int(d)) for s, d in perm)
 
-    def one(x):
+    def one(x, site):
         if not _is_float(x):
-            return lax.ppermute(x, axis_name, perm)
-        if x.nbytes < min_bytes:
             return _exact(site, "ppermute", axis_name, x, lambda: lax.ppermute(x, axis_name, perm))
-        return _call("ppermute", x, axis_name, codec, backward_codec, scales, "auto", key, site, perm=perm)
+        small = x.nbytes < min_bytes
+        return _call("ppermute", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, perm=perm)
 
     _check("ppermute", axis_name, None, codec, backward_codec, "auto", link, min_bytes, scales)
-    return jax.tree.map(one, x)
+    return _map(one, x, site)
 
 
 def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0, key=None,
@@ -127,18 +128,38 @@ def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     `codec` is unused (there is no forward message) and there so that all collectives take the same arguments.
     """
 
-    def one(x):
-        if x.nbytes < min_bytes:
-            # The transpose of this cast is jax.lax's own psum.
-            sites.exact(site, "backward", "psum", axis_name, x)
+    def one(x, site):
+        if not _is_float(x):
             return to_varying(x, axis_name)
-        return _call("copy", x, axis_name, codec, backward_codec, scales, algorithm, key, site)
+        small = x.nbytes < min_bytes
+        return _call("copy", x, axis_name, codec, backward_codec, scales, algorithm, key, site, small)
 
     _check("copy", axis_name, None, codec, backward_codec, algorithm, link, min_bytes, scales)
-    return jax.tree.map(lambda x: one(x) if _is_float(x) else to_varying(x, axis_name), x)
+    return _map(one, x, site)
 
 
-def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, **own):
+def _map(one, tree, site):
+    """one(x, site) of every leaf; in a tree each leaf has a site of its own: `site`/path."""
+
+    def leaf(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return one(jnp.asarray(x), f"{site}/{name}" if path else site)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, small, **own):
+    if name != "copy":
+        # As in jax.lax, a value that is the same on every rank is taken as one that varies.
+        x = to_varying(x, axis)
+    elif not varying_axes(x).isdisjoint(axis_tuple(axis)):
+        raise ValueError(
+            f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a value that is the "
+            "same on every rank"
+        )
+    if small or x.size == 0:
+        # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
+        codec = backward_codec = "none"
     scales = scales or SiteScales()
     codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec)
     with_stats = scales.slot is not None and scales.slot.shape[-1] == STATS_WIDTH

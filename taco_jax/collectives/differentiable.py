@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from taco_jax import sites
 from taco_jax.collectives import move, one_shot, two_shot
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.region import to_varying
@@ -121,7 +122,7 @@ def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[
         return _all_gather(op, message, x, exponent, key)
     if name == "all_to_all":
         return _all_to_all(op, message, x, exponent, key)
-    if message.codec.exact:
+    if message.codec.exact or message.ranks == 1:
         _record_exact("ppermute", message, x, x.size)
         return lax.ppermute(to_varying(x, message.axis), message.axis, op.perm), None
     return move.ppermute(message, x, exponent, key, op.perm)
@@ -189,8 +190,6 @@ def _join(y, dim: int, tiled: bool):
 
 
 def _record_exact(op: str, message: Message, x, elements: int) -> None:
-    from taco_jax import sites
-
     label = message.label
     sites.add(label.site, label.direction, op, message.axis, message.ranks, elements, x.dtype, calls=label.calls,
               hlo=((sites.HLO_OPCODE[op], str(x.dtype), elements),))  # fmt: skip

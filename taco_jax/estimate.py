@@ -1,0 +1,118 @@
+"""The dry run: what a configuration would need and send, without allocating anything.
+
+    python -m taco_jax.train --config experiments/qwen7b.py --dry-run
+
+Memory comes from the shapes and shardings of the state and from XLA's own analysis of the compiled step; communication from the
+site table that tracing the step recorded. Nothing is a formula of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+
+from taco_jax import step as step_lib
+from taco_jax.config import TrainConfig, to_dict
+from taco_jax.mesh import make_mesh
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. peak: XLA's arguments + outputs + temporaries - aliased (donated) buffers of the compiled step."""
+
+    params: int
+    optimizer: int
+    scales: int
+    gradients: int
+    batch: int
+    temporary: int
+    peak: int
+
+
+def local_bytes(tree) -> int:
+    """Bytes of one device's shards of a tree of ShapeDtypeStructs with shardings."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def memory(program: step_lib.Program) -> Memory:
+    """Compiles the step (nothing is allocated) and reads its memory."""
+    shapes = program.state_shapes
+    analysis = program.step.memory_analysis()
+    peak = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+    params = local_bytes(shapes.params)
+    return Memory(
+        params, local_bytes(shapes.opt_state), local_bytes(shapes.scales), params, local_bytes(program.batch_shapes),
+        analysis.temp_size_in_bytes, peak,
+    )  # fmt: skip
+
+
+def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
+    """The dry run's text: the resolved config, memory per device with a verdict, and the table of communication sites."""
+    mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp) if mesh is None else mesh
+    program = step_lib.build(config, mesh)
+    sections = [_config_text(config), _kernel_text(program), _memory_text(config, program), _site_text(program)]
+    return "\n\n".join(sections)
+
+
+def _config_text(config: TrainConfig) -> str:
+    return "config\n" + json.dumps(to_dict(config), indent=2)
+
+
+def _kernel_text(program: step_lib.Program) -> str:
+    from taco_jax import backend
+
+    device = program.mesh.devices.flat[0]
+    lines = [f"codec implementation ({device.device_kind})"]
+    codecs = {c for _, comp in program._parallel.plan if comp is not None for c in (comp.forward, comp.backward)}
+    for codec in sorted(codecs, key=str):
+        name, reason = backend.choose(codec, device, program.config.compute_dtype)
+        lines.append(f"  {codec!s:12} {name}: {reason}")
+    return "\n".join(lines)
+
+
+def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
+    m = memory(program)
+    backend = program.mesh.devices.flat[0].platform
+    rows = [
+        ("parameters (float32 master, the only stored copy)", m.params),
+        ("optimiser (AdamW, two float32 moments)", m.optimizer),
+        ("site scales", m.scales),
+        ("gradients (float32)", m.gradients),
+        ("activations and workspace (XLA temporaries less gradients)", max(m.temporary - m.gradients, 0)),
+        (f"peak by XLA's memory_analysis ({backend} backend)", m.peak),
+    ]
+    fits = m.peak <= config.gpu_memory_gb * GB
+    verdict = f"{'fits' if fits else 'does NOT fit'} {config.gpu_memory_gb:g} GB: {m.peak / GB / config.gpu_memory_gb:.0%} used"
+    note = "" if backend == "gpu" else f"; the {backend} backend plans its temporaries differently from a GPU's"
+    lines = [f"  {name:60} {size / GB:10.3f} GB" for name, size in rows]
+    return "\n".join(["memory per device", *lines, f"  verdict: {verdict}{note}"])
+
+
+def _site_text(program: step_lib.Program) -> str:
+    rows = program.table.rows()
+    head = f"  {'site':34} {'direction':9} {'operation':13} {'axis':9} {'codec':12} {'calls':>6} {'MB/step':>10} {'bits':>7} {'ratio':>6}"
+    lines = ["communication per step, sent by one device (bits per element and ratio against bf16)", head]
+    for r in sorted(rows, key=lambda r: (r.kind, r.site)):
+        ratio = r.bytes_bf16 / r.bytes if r.bytes else 1.0
+        lines.append(
+            f"  {r.site:34} {r.direction:9} {r.op:13} {'x'.join(r.axis):9} {r.codec:12} {r.calls:6d} {r.bytes / 1e6:10.3f} "
+            f"{r.bits_per_element:7.3f} {ratio:6.3f}"
+        )
+    sent, bf16 = program.table.total()
+    everything, _ = program.table.total(None)
+    if sent:
+        lines.append(f"  TP activation traffic {sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less than bf16's {bf16 / 1e6:.3f} MB")
+    else:
+        lines.append("  TP activation traffic: none (tp 1)")
+    lines.append(f"  all traffic {everything / 1e6:.3f} MB a step")
+    return "\n".join(lines)

@@ -1,0 +1,323 @@
+"""The training step: one jitted program that donates its state.
+
+A full-manual shard_map over (dp, pp, tp) holds forward pass, gradient and the sum over dp; around it, in the same program, the
+optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32: the float32 parameters are made
+varying over dp before they are cast, so that autodiff leaves that sum to us and accumulated microbatches need it once.
+
+Dim letters: A microbatches, B sequences, L tokens, K slot width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from taco_jax import optim, sites
+from taco_jax.codec import STATS, UNCALIBRATED
+from taco_jax.config import ConfigError, TrainConfig, codec_pair
+from taco_jax.mesh import AXES
+from taco_jax.models import decoder
+from taco_jax.models.parallel import Parallel
+from taco_jax.plan import Compression, Plan
+from taco_jax.scales import ScaleState, SiteScales, new_scale_state, update_scale_state
+from taco_jax.tensor_parallel import to_varying
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step reads and writes.
+
+    step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site name ->
+    ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    scales: Any
+    skipped: Any
+    skipped_in_a_row: Any
+
+
+def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
+    """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
+    c = config.compression
+    common = dict(min_bytes=c.min_bytes, algorithm=c.algorithm, link=c.link)
+    try:
+        rules = {pattern: Compression(*codec_pair(pair), **common) for pattern, pair in c.plan.items()}
+        default = Compression(c.forward, c.backward, **common)
+        return Plan(rules, default).resolve(decoder.site_names(config.model, config.mesh.tp))
+    except ValueError as error:
+        raise ConfigError(f"compression: {error}") from error
+
+
+class Program:
+    """The compiled programs of one configuration on one mesh.
+
+    step(state, batch) -> (state, metrics); step_with_stats also measures every site; eval_step(state, batch) -> (sum of the negative
+    log-likelihoods in nats, number of predicted tokens). A batch is {"tokens": int32[B, L + 1]}, sharded P("dp"); eval_step also
+    takes "weights" float32[B, L] (0 leaves a token out).
+
+    metrics: float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, skipped_in_a_row; with statistics also "stats",
+    site name -> float32[(layers,) 2, len(codec.STATS)], the sums over devices (the maximum for amax).
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.batch_sharding = NamedSharding(mesh, P("dp"))
+        self._parallel = Parallel(
+            plan=resolve_plan(config),
+            sequence_parallel=config.sequence_parallel,
+            remat=config.remat,
+            dtype=jnp.dtype(config.compute_dtype),
+            attention_implementation=_attention(config, mesh),
+            loss_chunk=config.loss_chunk,
+            precision="highest" if config.compute_dtype == "float32" else None,
+        )
+        self._param_specs = decoder.param_specs(config.model, config.mesh.tp)
+        self._site_shapes = {
+            site: (config.model.n_layers,) if site.startswith("layers/") else ()
+            for site, compression in self._parallel.plan
+            if compression is not None
+        }
+        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps)
+        self.state_shapes = self._abstract_state()
+
+    # State
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A new state on the mesh; the values do not depend on the mesh."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
+        return jax.jit(self._new_state, out_shardings=shardings)(key)
+
+    def _new_state(self, key) -> TrainState:
+        params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
+        scales = {site: new_scale_state(shape, self.config.compression.history) for site, shape in self._site_shapes.items()}
+        zero = np.int32(0)
+        return TrainState(zero, params, self._optimizer.init(params), jax.tree.map(jnp.asarray, scales), zero, zero)
+
+    def _abstract_state(self) -> TrainState:
+        import optax
+
+        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
+        specs = TrainState(
+            P(),
+            self._param_specs,
+            optax.tree_utils.tree_map_params(
+                self._optimizer, lambda _, spec: spec, shapes.opt_state, self._param_specs, transform_non_params=lambda _: P()
+            ),
+            replicated(shapes.scales),
+            P(),
+            P(),
+        )
+        place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.tree.map(place, shapes, specs)
+
+    # Programs
+
+    @functools.cached_property
+    def step(self):
+        """The compiled step; compiling it also records `table`."""
+        return self._compile(with_stats=False)
+
+    @functools.cached_property
+    def step_with_stats(self):
+        return self._compile(with_stats=True)
+
+    @functools.cached_property
+    def table(self) -> sites.Table:
+        """Every communication of `step`."""
+        self.lowered
+        return self._table
+
+    @functools.cached_property
+    def lowered(self):
+        """The step traced and lowered, not compiled."""
+        with sites.record() as table:
+            lowered = self._jitted(with_stats=False).lower(self.state_shapes, self.batch_shapes)
+        self._table = table
+        return lowered
+
+    @property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.config.global_batch, self.config.data.sequence_length + 1)
+        return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
+
+    def _jitted(self, with_stats: bool):
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
+        function = functools.partial(self._step, with_stats=with_stats)
+        return jax.jit(function, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
+
+    def _compile(self, with_stats: bool):
+        lowered = self._jitted(True).lower(self.state_shapes, self.batch_shapes) if with_stats else self.lowered
+        return lowered.compile()
+
+    @functools.cached_property
+    def eval_step(self):
+        return jax.jit(self._eval)
+
+    def _step(self, state: TrainState, batch, *, with_stats: bool):
+        loss, grads, measures = self._gradients(state, batch["tokens"], with_stats)
+        grad_norm = _global_norm(grads)
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p + u, state.params, updates)
+        scales = {site: update_scale_state(state.scales[site], measures[site][..., 0]) for site in state.scales}
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+        bad = 1 - good.astype(jnp.int32)
+        new = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            scales=keep(scales, state.scales),
+            skipped=state.skipped + bad,
+            skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": self._schedule(state.step - state.skipped),
+            "skipped": bad,
+            "skipped_in_a_row": new.skipped_in_a_row,
+        }
+        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+        return new, metrics | ({"stats": measures} if with_stats else {})
+
+    def _gradients(self, state: TrainState, tokens, with_stats: bool):
+        """(loss, gradients summed over dp, measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        config, width = self.config, len(STATS) if with_stats else 1
+        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
+        exponents = self._exponents(state)
+
+        def local(params, exponents, tokens_BL):
+            params = jax.tree.map(lambda p: to_varying(p, "dp"), params)
+            slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
+
+            def loss(params, slots, tokens_BL):
+                nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
+                return nll / predicted
+
+            gradient = jax.value_and_grad(loss, argnums=(0, 1))
+            if config.accumulation == 1:
+                total, (grads, measures) = gradient(params, slots, tokens_BL)
+            else:
+
+                def microbatch(carry, tokens_BL):
+                    part, (grads, measures) = gradient(params, slots, tokens_BL)
+                    return jax.tree.map(jnp.add, carry, (part, grads)), measures
+
+                zeros = to_varying(jnp.zeros(()), "dp"), jax.tree.map(jnp.zeros_like, params)
+                tokens_ABL = tokens_BL.reshape(config.accumulation, -1, tokens_BL.shape[-1])
+                with sites.repeat(config.accumulation):
+                    (total, grads), measures = lax.scan(microbatch, zeros, tokens_ABL)
+                measures = jax.tree.map(_merge_uses, measures)
+            return _dp_sum("dp/loss", total), _dp_sum("dp/grads", grads), _over_devices(measures)
+
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self._param_specs, P(), P("dp")),
+            out_specs=(P(), self._param_specs, P()),
+        )
+        return run(state.params, exponents, tokens)
+
+    def _eval(self, state: TrainState, batch):
+        tokens = batch["tokens"]
+        weights = batch.get("weights", jnp.ones(tokens[:, 1:].shape))
+
+        def local(params, exponents, tokens_BL, weights_BL):
+            params = jax.tree.map(lambda p: to_varying(p, "dp"), params)
+            nll, count = self._loss(params, exponents, {}, tokens_BL, weights_BL)
+            return lax.psum(nll, "dp"), lax.psum(count, "dp")
+
+        specs = (self._param_specs, P(), P("dp"), P("dp"))
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
+        return run(state.params, self._exponents(state), tokens, weights)
+
+    def _loss(self, params, exponents, slots, tokens_BL, weights_BL):
+        scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
+        return decoder.loss(
+            params, tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp"), self.config.model, self._parallel, scales
+        )
+
+    def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
+        calibrated = state.step >= self.config.compression.calibration_steps
+        return {s: jnp.where(calibrated, scale.exponents, UNCALIBRATED) for s, scale in state.scales.items()}
+
+
+def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """`metrics["stats"]` of one step -> site/direction -> {"snr_db", "clipped", "flushed"} (shares of all elements), over layers.
+
+    Sites and directions that sent nothing compressed are left out.
+    """
+    out = {}
+    for site, measures in stats.items():
+        sums = np.asarray(measures, np.float64).reshape(-1, 2, len(STATS)).sum(0)
+        for direction, row in zip(("forward", "backward"), sums, strict=True):
+            values = dict(zip(STATS, row, strict=True))
+            if not values["count"]:
+                continue
+            ratio = values["signal"] / values["noise"] if values["noise"] else np.inf
+            out[f"{site}/{direction}"] = {
+                "snr_db": float(10 * np.log10(ratio)) if ratio > 0 else float("nan"),
+                "clipped": float(values["clipped"] / values["count"]),
+                "flushed": float(values["flushed"] / values["count"]),
+            }
+    return out
+
+
+def build(config: TrainConfig, mesh: Mesh) -> Program:
+    """The programs of `config` on `mesh` (axes dp, pp, tp of the configured sizes)."""
+    want = {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp}
+    if dict(mesh.shape) != want:
+        raise ConfigError(f"mesh: the config says {want}, the given mesh is {dict(mesh.shape)}")
+    return Program(config, mesh)
+
+
+def _attention(config: TrainConfig, mesh: Mesh) -> str | None:
+    if config.attention_implementation is not None:
+        return config.attention_implementation
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    head_dim = config.model.head_dim
+    return "cudnn" if on_gpu and config.compute_dtype != "float32" and head_dim % 8 == 0 and head_dim <= 128 else None
+
+
+def _dp_sum(site: str, tree):
+    size = sum(leaf.size for leaf in jax.tree.leaves(tree))
+    sites.exact(site, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
+    return lax.psum(tree, "dp")
+
+
+def _merge_uses(measures):
+    """Measures [A, ..., 2, K] of the microbatches as one: the largest scale, summed statistics."""
+    return jnp.concatenate([measures[..., :1].max(0), measures[..., 1:].sum(0)], axis=-1)
+
+
+def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Local measures -> over all devices: one maximum (and one sum of the statistics) serves all sites."""
+    if not measures:
+        return {}
+    names, leaves = list(measures), [measures[s].reshape(-1, measures[s].shape[-1]) for s in measures]
+    flat = jnp.concatenate(leaves)
+    sites.exact("scales/amax", "backward", "pmax", AXES, flat[:, 0])
+    columns = [lax.pmax(flat[:, :1], AXES)]
+    if flat.shape[-1] > 1:
+        sites.exact("scales/stats", "backward", "psum", AXES, flat[:, 1:])
+        columns.append(lax.psum(flat[:, 1:], AXES))
+    flat = jnp.concatenate(columns, axis=-1)
+    ends = np.cumsum([len(leaf) for leaf in leaves])[:-1]
+    return {s: part.reshape(measures[s].shape) for s, part in zip(names, jnp.split(flat, ends), strict=True)}
+
+
+def _global_norm(grads) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
