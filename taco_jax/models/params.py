@@ -31,7 +31,7 @@ from taco_jax.vocab import pad_vocab
 
 
 class _Leaf(NamedTuple):
-    """One parameter: its shape, spec, initial standard deviation (or "zeros", "ones"), and the dim that is the vocabulary."""
+    """One parameter: shape, spec, initial standard deviation (or "zeros", "ones"), and which dim is the vocabulary."""
 
     shape: tuple[int, ...]
     spec: P

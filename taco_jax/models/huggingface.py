@@ -1,0 +1,274 @@
+"""Weights and configs of Hugging Face `transformers` models <-> ours: GPT-2, Llama, Qwen2 and Qwen3, each as one table.
+
+Works on plain dicts (`config.json`, state dicts of numpy arrays), so neither torch nor transformers is needed:
+
+    config = config_from_hf(json.load(open("config.json")))
+    params = params_from_hf(safetensors.numpy.load_file("model.safetensors"), config, tp=4)
+
+A row of a table names their array, our leaves, and whether theirs is stored as [out, in]. Ours are [in, out] and
+stacked over layers; theirs are one array a layer, "{}" in the name. Several leaves in a row are joined in theirs along
+the last dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from taco_jax.models.config import ModelConfig
+
+
+class _Row(NamedTuple):
+    theirs: str
+    ours: tuple[str, ...]
+    out_in: bool = False
+
+
+def _pair(theirs: str, ours: str, names: tuple[str, str]) -> list[_Row]:
+    """Rows of a weight and a bias."""
+    return [_Row(f"{theirs}.weight", (f"{ours}/{names[0]}",)), _Row(f"{theirs}.bias", (f"{ours}/{names[1]}",))]
+
+
+_NORM, _DENSE = ("scale", "bias"), ("kernel", "bias")
+
+GPT2_PREFIX = "transformer."
+GPT2 = [
+    _Row("wte.weight", ("embed/table",)),
+    _Row("wpe.weight", ("embed/positions",)),
+    *_pair("h.{}.ln_1", "layers/attn_norm", _NORM),
+    *(
+        _Row(f"h.{{}}.attn.c_attn.{theirs}", tuple(f"layers/attn/{part}/{ours}" for part in "qkv"))
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
+    ),
+    *_pair("h.{}.attn.c_proj", "layers/attn/out", _DENSE),
+    *_pair("h.{}.ln_2", "layers/mlp_norm", _NORM),
+    *_pair("h.{}.mlp.c_fc", "layers/mlp/up", _DENSE),
+    *_pair("h.{}.mlp.c_proj", "layers/mlp/down", _DENSE),
+    *_pair("ln_f", "final_norm", _NORM),
+]
+
+LLAMA_PREFIX = "model."
+LLAMA = [
+    _Row("embed_tokens.weight", ("embed/table",)),
+    _Row("layers.{}.input_layernorm.weight", ("layers/attn_norm/scale",)),
+    *(
+        row
+        for theirs, ours in (
+            ("self_attn.q_proj", "attn/q"), ("self_attn.k_proj", "attn/k"), ("self_attn.v_proj", "attn/v"),
+            ("self_attn.o_proj", "attn/out"), ("mlp.gate_proj", "mlp/gate"), ("mlp.up_proj", "mlp/up"),
+            ("mlp.down_proj", "mlp/down"),
+        )
+        for row in (
+            _Row(f"layers.{{}}.{theirs}.weight", (f"layers/{ours}/kernel",), out_in=True),
+            _Row(f"layers.{{}}.{theirs}.bias", (f"layers/{ours}/bias",)),
+        )
+    ),
+    _Row("layers.{}.self_attn.q_norm.weight", ("layers/attn/q_norm/scale",)),
+    _Row("layers.{}.self_attn.k_norm.weight", ("layers/attn/k_norm/scale",)),
+    _Row("layers.{}.post_attention_layernorm.weight", ("layers/mlp_norm/scale",)),
+    _Row("norm.weight", ("final_norm/scale",)),
+]  # fmt: skip
+HEAD = _Row("lm_head.weight", ("head/kernel",), out_in=True)
+
+# Buffers that some checkpoints carry although they hold no weights.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_ACTIVATIONS = {name: name for name in ("gelu", "relu", "silu")} | {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a `config.json` of model_type gpt2, llama, qwen2 or qwen3.
+
+    Raises:
+        ValueError: another model_type, or a feature that the decoder does not have (scaled rotary positions, a sliding
+          window, another activation).
+    """
+    kind = hf.get("model_type")
+    if kind == "gpt2":
+        return _gpt2_config(hf)
+    if kind not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"model_type={kind!r}: must be one of gpt2, llama, qwen2, qwen3")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    _require("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    _require("use_sliding_window", bool(hf.get("use_sliding_window")), False)
+    heads = hf["num_attention_heads"]
+    attention_bias = bool(hf.get("attention_bias", False))
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        d_model=hf["hidden_size"],
+        n_layers=hf["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        d_mlp=hf["intermediate_size"],
+        norm="rmsnorm",
+        norm_eps=hf["rms_norm_eps"],
+        positions="rope",
+        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+        max_length=hf["max_position_embeddings"],
+        activation=_activation(hf["hidden_act"]),
+        gated_mlp=True,
+        qkv_bias=kind == "qwen2" or attention_bias,
+        out_bias=kind != "qwen2" and attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        tied_head=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def _gpt2_config(hf: Mapping[str, Any]) -> ModelConfig:
+    for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        _require(key, hf.get(key, value), value)
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        d_model=hf["n_embd"],
+        n_layers=hf["n_layer"],
+        n_heads=hf["n_head"],
+        n_kv_heads=hf["n_head"],
+        head_dim=hf["n_embd"] // hf["n_head"],
+        d_mlp=hf.get("n_inner") or 4 * hf["n_embd"],
+        norm="layernorm",
+        norm_eps=hf["layer_norm_epsilon"],
+        positions="learned",
+        max_length=hf["n_positions"],
+        activation=_activation(hf["activation_function"]),
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation {name!r}: must be one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _require(key: str, value: Any, needed: Any) -> None:
+    if value != needed:
+        raise ValueError(f"{key}={value!r}: this decoder has only {key}={needed!r}")
+
+
+def _table(config: ModelConfig) -> tuple[str, list[_Row]]:
+    """(prefix of their names, rows) for the model that `config` describes."""
+    parts = (config.norm, config.positions, config.gated_mlp)
+    if parts == ("layernorm", "learned", False):
+        prefix, rows = GPT2_PREFIX, GPT2
+    elif parts == ("rmsnorm", "rope", True):
+        prefix, rows = LLAMA_PREFIX, LLAMA
+    else:
+        raise ValueError(
+            f"norm={parts[0]!r}, positions={parts[1]!r}, gated_mlp={parts[2]}: no Hugging Face model has this mixture; "
+            "GPT-2 is layernorm, learned, False; Llama and Qwen are rmsnorm, rope, True"
+        )
+    absent = {
+        "attn/q/bias": not config.qkv_bias, "attn/k/bias": not config.qkv_bias, "attn/v/bias": not config.qkv_bias,
+        "attn/out/bias": not config.out_bias, "mlp/gate/bias": not config.mlp_bias, "mlp/up/bias": not config.mlp_bias,
+        "mlp/down/bias": not config.mlp_bias, "attn/q_norm/scale": not config.qk_norm,
+        "attn/k_norm/scale": not config.qk_norm,
+    }  # fmt: skip
+    rows = [row for row in rows if not absent.get(row.ours[0].removeprefix("layers/"), False)]
+    return prefix, rows if config.tied_head else [*rows, HEAD]
+
+
+def params_from_hf(arrays: Mapping[str, Any], config: ModelConfig, tp: int = 1) -> dict[str, Any]:
+    """Our parameters (numpy, float32, the vocabulary padded for `tp`) from a state dict of numpy arrays.
+
+    Names may lack the models' own prefix ("transformer.", "model."), as those of a model without its head do.
+
+    Raises:
+        ValueError: arrays that are missing, left over or of another shape, by name.
+    """
+    prefix, rows = _table(config)
+    given = {name.removeprefix(prefix): array for name, array in arrays.items() if not name.endswith(_BUFFERS)}
+    if config.tied_head:
+        given.pop("lm_head.weight", None)
+    expected = {name for row in rows for name in _names(row, config)}
+    missing, extra = sorted(expected - set(given)), sorted(set(given) - expected)
+    if missing or extra:
+        raise ValueError(f"state dict does not fit the config: missing {_some(missing)}; left over {_some(extra)}")
+
+    shapes = _shapes(config, tp)
+    flat: dict[str, np.ndarray] = {}
+    for row in rows:
+        per_layer = [np.asarray(given[name]).astype(np.float32) for name in _names(row, config)]
+        per_layer = [array.T if row.out_in else array for array in per_layer]
+        joined = np.stack(per_layer) if "{}" in row.theirs else per_layer[0]
+        for path, part in zip(row.ours, np.split(joined, len(row.ours), axis=-1)):
+            flat[path] = _fit(part, shapes[path], path, config)
+    return _nest(flat)
+
+
+def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
+    """A state dict (numpy, float32, with their prefixes) from our parameters: the inverse of `params_from_hf`.
+
+    A tied head is not written, as transformers itself does not.
+    """
+    prefix, rows = _table(config)
+    flat = _flatten(params)
+    result = {}
+    for row in rows:
+        joined = np.concatenate([_unpad(np.asarray(flat[path]), path, config) for path in row.ours], axis=-1)
+        per_layer = joined if "{}" in row.theirs else joined[None]
+        for name, array in zip(_names(row, config), per_layer):
+            full = name if row is HEAD else prefix + name
+            result[full] = np.ascontiguousarray(array.T if row.out_in else array, dtype=np.float32)
+    return result
+
+
+def _names(row: _Row, config: ModelConfig) -> list[str]:
+    return [row.theirs.format(i) for i in range(config.n_layers)] if "{}" in row.theirs else [row.theirs]
+
+
+def _some(names: list[str]) -> str:
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "none"
+
+
+_VOCAB_DIM = {"embed/table": 0, "head/kernel": 1}
+
+
+def _shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, ...]]:
+    import jax
+
+    from taco_jax.models.params import init_params
+
+    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0), tp))
+    return {path: leaf.shape for path, leaf in _flatten(tree).items()}
+
+
+def _fit(array: np.ndarray, shape: tuple[int, ...], path: str, config: ModelConfig) -> np.ndarray:
+    """`array`, its vocabulary padded with zeros to `shape`."""
+    dim = _VOCAB_DIM.get(path)
+    want = tuple(config.vocab_size if i == dim else size for i, size in enumerate(shape))
+    if array.shape != want:
+        raise ValueError(f"{path}: the state dict has shape {array.shape}, the config needs {want}")
+    return np.pad(array, [(0, size - have) for size, have in zip(shape, array.shape)])
+
+
+def _unpad(array: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
+    dim = _VOCAB_DIM.get(path)
+    return array if dim is None else np.take(array, range(config.vocab_size), axis=dim)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return tree
