@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from taco_jax import cli, data
 from taco_jax.checkpoint import Checkpoints
-from taco_jax.config import TrainConfig, check, to_dict
+from taco_jax.config import ConfigError, TrainConfig, check, to_dict
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
 
@@ -52,7 +51,10 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     from taco_jax.mesh import make_mesh
     from taco_jax.step import build
 
-    mesh = make_mesh(config.mesh)
+    try:
+        mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if config.dry_run:
         from taco_jax import estimate
 
@@ -148,16 +150,21 @@ class Run:
 
     def loop(self) -> None:
         config = self.config
+        if self.step < self.stop:
+            start = time.perf_counter()
+            self.program.step  # noqa: B018 (the property compiles)
+            if config.metrics.snr_every:
+                self.program.step_with_stats  # noqa: B018
+            say(f"compiled in {time.perf_counter() - start:.0f} s")
         pending: tuple[int, int, Any] | None = None
         while self.step < self.stop:
             self.step += 1
-            batch = data.device_batch(next(self.batches), self.program.batch_sharding)
+            batch = data.device_batch({"tokens": next(self.batches)}, self.program.batch_sharding)
             measured = config.metrics.snr_every and self.step % config.metrics.snr_every == 0
             advance = self.program.step_with_stats if measured else self.program.step
-            self.state, out = advance(self.state, batch)
             if self.clock is None:
-                # The first call has compiled; what follows is the step alone.
                 self.clock, self.timed_step = time.perf_counter(), self.step - 1
+            self.state, out = advance(self.state, batch)
             if pending:
                 self.finish(*pending)
             pending = (self.step, self.batches.samples, out)
@@ -175,7 +182,7 @@ class Run:
     def finish(self, step: int, samples: int, out: Any, *, validate: bool = False) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn."""
         values = dict(jax.device_get(out))
-        shown = step == 1 or step % self.config.metrics.every == 0 or validate or values["skipped"] or "sites" in values
+        shown = step == 1 or step % self.config.metrics.every == 0 or validate or values["skipped"] or "stats" in values
         in_a_row = int(values.pop("skipped_in_a_row"))
         if shown:
             self.record = self._timed(step, samples, values)
@@ -206,7 +213,7 @@ class Run:
         self.seconds_per_step = seconds if old is None else 0.7 * old + 0.3 * seconds
         tokens = config.global_batch * config.data.sequence_length / seconds
         used = peak_memory(jax.local_devices())
-        record = {"step": step} | {key: _plain(value) for key, value in values.items() if key != "sites"}
+        record = {"step": step} | {key: float(value) for key, value in values.items() if key != "stats"}
         record["skipped"] = int(record["skipped"])
         record |= {
             "tokens_per_second": tokens,
@@ -217,8 +224,10 @@ class Run:
             "peak_memory_bytes": used,
             "samples": samples,
         }
-        if "sites" in values:
-            record["sites"] = _plain(values["sites"])
+        if "stats" in values:
+            from taco_jax.step import summarise_stats
+
+            record["sites"] = summarise_stats(values["stats"])
         return record
 
     def validate(self) -> dict[str, float]:
@@ -275,12 +284,6 @@ def _finish(config: TrainConfig, record: dict[str, Any]) -> None:
     if config.checkpoint.enabled:
         places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
     say("; ".join(places))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    return np.asarray(value).item()
 
 
 def say(text: str) -> None:

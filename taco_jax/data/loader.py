@@ -115,25 +115,32 @@ def batches(config: TrainConfig, tokens: np.ndarray) -> Batches:
     return Batches(windows, config.global_batch, seed=config.seed, prefetch=config.data.prefetch)
 
 
-def evaluation_batches(config: TrainConfig, tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """The validation windows in order, as int32[B, L + 1]; those that do not fill a last batch are left out."""
+def evaluation_batches(config: TrainConfig, tokens: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """The validation windows in order, as {"tokens": int32[B, L + 1], "weights": float32[B, L]}.
+
+    The last batch is filled up with windows of weight 0. Unusable data raises DataError here, not on the first batch.
+    """
     if config.evaluation.batches == 0:
         return iter(())
     name = config.data.validation or f"the validation part of {config.data.train}"
     windows = Windows(tokens, config.data.sequence_length, config.model.vocab_size, name)
-    count, batch = len(windows) // config.global_batch, config.global_batch
-    if count == 0:
-        raise DataError(
-            f"{name}: too short: {len(windows)} windows do not fill one batch of global_batch={batch}; "
-            f"raise data.validation_fraction, or switch validation off with --evaluation.batches 0"
-        )
+    batch = config.global_batch
+    count = -(-len(windows) // batch)
     if config.evaluation.batches is not None:
         count = min(count, config.evaluation.batches)
-    return (np.stack([windows[i * batch + j] for j in range(batch)]) for i in range(count))
+
+    def make(start: int) -> dict[str, np.ndarray]:
+        rows = np.arange(start, start + batch)
+        real = rows < len(windows)
+        tokens_BL = np.stack([windows[i] for i in np.where(real, rows, 0)])
+        return {"tokens": tokens_BL, "weights": np.repeat(real[:, None], windows.length, 1).astype(np.float32)}
+
+    return (make(i * batch) for i in range(count))
 
 
-def device_batch(batch: np.ndarray, sharding: Any) -> dict[str, Any]:
-    """{"tokens": int32[B, L + 1]} on the devices of `sharding`; every process passes the same whole batch."""
+def device_batch(batch: dict[str, np.ndarray], sharding: Any) -> dict[str, Any]:
+    """The arrays of a batch on the devices of `sharding`; every process passes the same whole batch."""
     import jax
 
-    return {"tokens": jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])}
+    place = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return {name: place(array) for name, array in batch.items()}
