@@ -11,6 +11,6 @@ from taco_jax.scales import SiteScales, update_scales
 __version__ = "0.1.0"
 
 __all__ = [
-    "CODECS", "UNCALIBRATED", "Codec", "Compression", "Plan", "SiteScales", "all_gather", "all_to_all", "copy", "ppermute", "psum",
-    "psum_scatter", "update_scales",
+    "CODECS", "UNCALIBRATED", "Codec", "Compression", "Plan", "SiteScales", "all_gather", "all_to_all", "copy",
+    "ppermute", "psum", "psum_scatter", "update_scales",
 ]  # fmt: skip

@@ -3,8 +3,8 @@
 The three operations are the ones that a fused kernel implements, each one pass over memory:
 
 * encode: values of P messages -> P wires (rotate, scale, cast, pack)
-* reduce: P wires and the owner's own values -> their sum in f32, in rank order, own term unquantised (decode, rotate own, add)
-  and encoded again, or rotated back
+* reduce: P wires and the owner's own values -> their sum in f32, in rank order, own term unquantised (decode,
+  rotate own, add) and encoded again, or rotated back
 * decode: wires -> values
 
 Dim letters: P messages (ranks), N elements of a message, M blocks, B block.
@@ -19,8 +19,10 @@ from jax import lax
 from taco_jax.codec import Codec, as_codec
 
 
-def encode(codec: Codec, x_PN: jax.Array, exponent=None, key=None, with_stats: bool = False) -> tuple[jax.Array, jax.Array]:
-    """[P, N] values -> (uint8[P, wire_bytes(N)], measure float32[1 or 6] = largest block scale, then `Codec.measure`)."""
+def encode(
+    codec: Codec, x_PN: jax.Array, exponent=None, key=None, with_stats: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """[P, N] values -> (uint8[P, wire_bytes(N)], measure float32[1 or 6]: largest scale, then `Codec.measure`)."""
     return _encode_blocks(codec, codec.to_blocks(x_PN), exponent, key, with_stats)
 
 
@@ -70,19 +72,22 @@ def _in_rank_order(terms):
 def default_min_bytes() -> int:
     """The message size from which a layer compresses when its `min_bytes` is None.
 
-    On GPUs small messages are bound by launch latency, where compressing only adds kernels; the crossover of each link is to be
-    measured by `taco_jax.tune`. The CPU emulator compresses everything, so that what is trained there is what is asked for.
+    On GPUs small messages are bound by launch latency, where compressing only adds kernels; the crossover of each link
+    is to be measured by `taco_jax.tune`. The CPU emulator compresses everything, so that what is trained there is what
+    is asked for.
     """
     return 0 if jax.default_backend() == "cpu" else 1 << 20
 
 
 def choose(codec: str | Codec, device, dtype: str, elements: int = 1 << 26) -> tuple[str, str]:
     """(implementation, reason) that encodes messages of `codec` on `device`: "mosaic", "triton" or "jnp"."""
-    from pallas_kernels import KernelSpec, choose as choose_kernel
+    from pallas_kernels import KernelSpec
+    from pallas_kernels import choose as choose_kernel
 
     codec = as_codec(codec)
     if codec.exact:
         return "jax.lax", "codec none sends values as they are"
     return choose_kernel(
-        KernelSpec("encode", codec.name, codec.element, codec.block, codec.rotation, codec.scale, dtype, elements), device
+        KernelSpec("encode", codec.name, codec.element, codec.block, codec.rotation, codec.scale, dtype, elements),
+        device,
     )

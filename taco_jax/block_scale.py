@@ -7,7 +7,7 @@
 | float32 | 4 | s itself |
 | bfloat16 | 2 | (bits(s) + 0xFFFF) >> 16 |
 | e8m0 | 1 | c = clip((bits(s) + 0x7FFFFF) >> 23, 1, 254): 2^(c - 127) |
-| ue5m3 | 1 | c = clip(((bits(s 2^-a) + 0xFFFFF) >> 20) - 896, 1, 254): 2^a bitcast((c + 896) << 20); without a site scale as e8m0 |
+| ue5m3 | 1 | c = clip(((bits(s 2^-a) + 0xFFFFF) >> 20) - 896, 1, 254): 2^a bitcast((c + 896) << 20); no site: e8m0 |
 | site | 0 | 2^a for the whole message; the message's one scale byte carries it as e8m0 |
 | paper | 8 | alpha = 448 / sqrt(mean z^2 + 1e-6) (rotation keeps the mean), then s = max|alpha z| / 448, no clamps |
 
@@ -30,7 +30,8 @@ from taco_jax.elements import Element
 
 # int32 exponent of a site that has seen no data yet.
 UNCALIBRATED = -(2**31)
-# s' = 2^a bitcast((c + 896) << 20) is a normal float32 for every byte c while |a| <= 111, and block scales span 2^-109..2^122.
+# s' = 2^a bitcast((c + 896) << 20) is a normal float32 for every byte c while |a| <= 111, and block scales span
+# 2^-109..2^122.
 MAX_EXPONENT = 111
 SCALES = ("float32", "bfloat16", "e8m0", "ue5m3", "site", "paper")
 _BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0, "paper": 8}
@@ -59,8 +60,9 @@ def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales
         return _compute_paper(element, z)
     amax = jnp.max(jnp.abs(z), axis=-1)
     finite = amax < jnp.inf  # False for NaN too
-    # The reciprocal is rounded down, so that a maximum of exactly Qmax 2^k never rounds up to the next scale. A product with
-    # a constant is the same on every backend; a quotient is not (XLA may rewrite it, GPUs divide approximately).
+    # The reciprocal is rounded down, so that a maximum of exactly Qmax 2^k never rounds up to the next scale. A
+    # product with a constant is the same on every backend; a quotient is not (XLA may rewrite it, GPUs divide
+    # approximately).
     inverse_maximum = _reciprocal_down(element.maximum)
     largest = jnp.max(amax) * inverse_maximum
     bits = lax.bitcast_convert_type(jnp.maximum(jnp.where(finite, amax, 0), _TINY) * inverse_maximum, jnp.int32)
@@ -120,7 +122,7 @@ def _compute_paper(element: Element, z: jax.Array) -> BlockScales:
 
 
 def _site_code(bits: jax.Array, exponent) -> jax.Array:
-    """The byte (e8m0) of the message's one scale, int32[..., 1]: 2^a, or the smallest power of two that clips nothing."""
+    """The byte (e8m0) of the message's one scale, int32[..., 1]: 2^a, or the least power of two that clips nothing."""
     dynamic = jnp.clip((jnp.max(bits, axis=-1, keepdims=True) + 0x7FFFFF) >> 23, 1, 254)
     if exponent is None:
         return dynamic

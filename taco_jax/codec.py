@@ -2,10 +2,11 @@
 
 For a block x of B elements and the orthonormal Hadamard matrix H:
 
-    z = H x;  s = max(max|z|, 2^-100) / Qmax in f32, rounded UP to the scale format;  q = cast(clip(z / s, -Qmax, Qmax));  x' = H (s q)
+    z = H x;   s = max(max|z|, 2^-100) / Qmax in f32, rounded UP to the scale format
+    q = cast(clip(z / s, -Qmax, Qmax));   x' = H (s q)
 
-Source: TACO (arXiv 2604.24088) for blockwise scaling + Hadamard + FP8, arXiv 2411.09510 for the MX presets. The scale byte of
-`taco` (ue5m3, relative to the site scale 2^a) is in `block_scale.py`, the byte layout in `wire.py`.
+Source: TACO (arXiv 2604.24088) for blockwise scaling + Hadamard + FP8, arXiv 2411.09510 for the MX presets. The scale
+byte of `taco` (ue5m3, relative to the site scale 2^a) is in `block_scale.py`, the byte layout in `wire.py`.
 
 Dim letters: M blocks of a message, B elements of a block; leading dims ("...") are separate messages.
 """
@@ -31,7 +32,9 @@ STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
 
 def _check_dtype(dtype, name: str) -> None:
     if str(dtype) not in FLOAT_DTYPES:
-        raise TypeError(f"dtype {dtype}: codec {name!r} takes {', '.join(FLOAT_DTYPES)}; cast first, or use codec 'none'")
+        raise TypeError(
+            f"dtype {dtype}: codec {name!r} takes {', '.join(FLOAT_DTYPES)}; cast first, or use codec 'none'"
+        )
 
 
 def _choose(key: str, value, valid: tuple[str, ...]) -> None:
@@ -90,7 +93,7 @@ class Codec:
 
     @property
     def bits(self) -> float:
-        """Wire bits per element, scales included, the padding of the last block and of sections not (`none`: 16, bf16)."""
+        """Wire bits per element with scales, without the padding of blocks and sections (`none`: 16, bf16)."""
         if self.exact:
             return 16.0
         return ELEMENTS[self.element].bits + 8 * block_scale.bytes_per_block(self.scale) / self.block
@@ -99,7 +102,7 @@ class Codec:
         return -(-n // self.block)
 
     def wire_bytes(self, n: int) -> int:
-        """Bytes of one message of n elements: codes, then scales; sections at multiples of 128, the whole of 1,024 bytes."""
+        """Bytes of a message of n elements: codes, then scales; sections at multiples of 128 bytes, all of 1,024."""
         if self.exact:
             return 2 * n
         return wire.section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
@@ -110,7 +113,9 @@ class Codec:
 
     # One tensor <-> one message.
 
-    def encode(self, x: jax.Array, *, exponent: jax.Array | int | None = None, key: jax.Array | None = None) -> jax.Array:
+    def encode(
+        self, x: jax.Array, *, exponent: jax.Array | int | None = None, key: jax.Array | None = None
+    ) -> jax.Array:
         """Writes x as one message.
 
         Args:
@@ -131,7 +136,8 @@ class Codec:
     def decode(self, message: jax.Array, shape, dtype, *, exponent: jax.Array | int | None = None) -> jax.Array:
         """Reads a message of `encode` back: uint8[wire_bytes(n)] -> dtype[shape], n = prod(shape).
 
-        A block that held an Inf or NaN is NaN throughout. Raises ValueError where the message's length is not wire_bytes(n).
+        A block that held an Inf or NaN is NaN throughout. Raises ValueError where the message's length is not
+        wire_bytes(n).
         """
         n = math.prod(shape)
         if message.shape != (self.wire_bytes(n),) or message.dtype != jnp.uint8:
@@ -164,7 +170,8 @@ class Codec:
     def encode_blocks(self, z, *, exponent=None, key=None) -> tuple[jax.Array, jax.Array]:
         """Rotated blocks float32[..., M, B] -> (messages uint8[..., wire_bytes(M * B)], largest block scale float32[]).
 
-        The largest scale is max|z| / Qmax before rounding and clamping: 0 for a message of zeros, NaN where z is not finite.
+        The largest scale is max|z| / Qmax before rounding and clamping: 0 for a message of zeros, NaN where z is not
+        finite.
         """
         if self.exact:
             raise ValueError("codec 'none' writes no bytes: use jax.lax, or the collectives of taco_jax, which do")

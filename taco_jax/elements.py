@@ -1,8 +1,8 @@
 """Element formats: how one scaled value becomes a code of 4 to 8 bits, and back.
 
-Integers are symmetric two's complement (int4: -7..7). Floats follow OCP: e4m3 and e5m2 (8 bits), e3m2 and e2m3 (6), e2m1 (4).
-Values are clipped to the format's own maximum before the cast: XLA turns f32 above 464 into an e4m3 NaN while the hardware cast
-saturates, and only after a clip do all implementations agree.
+Integers are symmetric two's complement (int4: -7..7). Floats follow OCP: e4m3 and e5m2 (8 bits), e3m2 and e2m3 (6),
+e2m1 (4). Values are clipped to the format's own maximum before the cast: XLA turns f32 above 464 into an e4m3 NaN
+while the hardware cast saturates, and only after a clip do all implementations agree.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _round(v: jax.Array, noise: jax.Array | None) -> jax.Array:
 def to_codes(element: Element, v: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     """float32 values (already divided by the scale) -> uint8 codes in the low `element.bits` bits.
 
-    Rounds to nearest even, or stochastically where `noise` (uniform in [0, 1), v's shape) is given. Values beyond the maximum clip.
+    Rounds to nearest even, or stochastically where `noise` (uniform in [0, 1), v's shape) is given. Values beyond the
+    maximum clip.
     """
     v = jnp.clip(v, -element.maximum, element.maximum)
     if not element.is_float:
@@ -64,8 +65,9 @@ def to_codes(element: Element, v: jax.Array, noise: jax.Array | None = None) -> 
         return q.astype(jnp.int8).astype(jnp.uint8) & jnp.uint8((1 << element.bits) - 1)
     if element.cast is not None and noise is None:
         return lax.bitcast_convert_type(v.astype(element.cast), jnp.uint8)
-    # The magnitude codes of a float format are its values in order, so with the spacing 2^(e - m) of v's binade the code is
-    # (e - e_min) * 2^m + round(|v| / spacing); a round-up into the next binade lands on the right code by itself.
+    # The magnitude codes of a float format are its values in order, so with the spacing 2^(e - m) of v's binade the
+    # code is (e - e_min) * 2^m + round(|v| / spacing); a round-up into the next binade lands on the right code by
+    # itself.
     bits = lax.bitcast_convert_type(v, jnp.int32)
     e = jnp.maximum((bits >> 23 & 0xFF) - 127, element.min_exponent)
     inverse_spacing = lax.bitcast_convert_type((127 - e + element.mantissa) << 23, jnp.float32)

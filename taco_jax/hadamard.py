@@ -1,7 +1,8 @@
 """The orthonormal Hadamard rotation of a block.
 
-H is the Sylvester matrix scaled by 1/sqrt(B): H = H^T = H^-1. With random signs D = diag(+-1) the rotation is z = H D x and its
-inverse x = D H z. Both are linear, so a sum of rotated blocks is the rotated sum: an all-reduce rotates once on entry and once on exit.
+H is the Sylvester matrix scaled by 1/sqrt(B): H = H^T = H^-1. With random signs D = diag(+-1) the rotation is z = H D
+x and its inverse x = D H z. Both are linear, so a sum of rotated blocks is the rotated sum: an all-reduce rotates once
+on entry and once on exit.
 
 Dim letters: B block.
 """
@@ -17,7 +18,7 @@ import numpy as np
 ROTATIONS = ("none", "hadamard", "signed_hadamard")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def hadamard_signs(block: int) -> np.ndarray:
     """The +-1 Sylvester-Hadamard matrix, float32[B, B]; `block` is a power of two."""
     h = np.ones((1, 1), np.float32)
@@ -26,7 +27,7 @@ def hadamard_signs(block: int) -> np.ndarray:
     return h
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def block_signs(block: int) -> np.ndarray:
     """The fixed random signs of `signed_hadamard`, float32[B]: the same on every rank and in every version."""
     # A 32-bit mix of the index (Wellons' lowbias32) instead of a generator, so that a kernel can compute it too.
@@ -41,8 +42,8 @@ def block_signs(block: int) -> np.ndarray:
 
 
 def _transform(x: jax.Array, block: int) -> jax.Array:
-    # H_ab = H_a (x) H_b: two small products cost 2(a + b) operations an element instead of 2ab. The scale 1/sqrt(B) comes
-    # last, so integers stay exact until then.
+    # H_ab = H_a (x) H_b: two small products cost 2(a + b) operations an element instead of 2ab. The scale 1/sqrt(B)
+    # comes last, so integers stay exact until then.
     a = 1 << (block.bit_length() // 2)
     b = block // a
     x_ab = x.reshape(*x.shape[:-1], a, b)

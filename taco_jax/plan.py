@@ -36,7 +36,9 @@ class Compression:
             if getattr(self, key) not in valid:
                 raise ValueError(f"{key}={getattr(self, key)!r} is unknown: valid are {', '.join(valid)}")
         if self.link == "nvlink":
-            raise ValueError("link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'")
+            raise ValueError(
+                "link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'"
+            )
         if self.min_bytes is not None and self.min_bytes < 0:
             raise ValueError(f"min_bytes={self.min_bytes}: must be 0 or more, or None for the tuned value")
 

@@ -1,10 +1,12 @@
 """Site scales: an int32 exponent per site and direction, carried from step to step.
 
-The exponents go into the step read-only. Each use of a site also gets an amax slot of zeros; the slot's cotangent is the largest
-block scale that the use saw on this device, forward and backward. After the gradient one maximum over devices serves all sites, and
-`update_scale_state` rolls the history:
+The exponents go into the step read-only. Each use of a site also gets an amax slot of zeros; the slot's cotangent is
+the largest block scale that the use saw on this device, forward and backward. After the gradient one maximum over
+devices serves all sites, and `update_scale_state` rolls the history:
 
-    a = ceil(log2(max over devices and history of s)),   s = max|z| / Qmax;  a zero or non-finite maximum changes nothing
+    a = ceil(log2(max over devices and history of s)),   s = max|z| / Qmax
+
+A zero or non-finite maximum changes nothing.
 
 Dim letters: S any stack of sites (layers), H history, K width of a slot.
 """
@@ -27,8 +29,8 @@ class SiteScales(NamedTuple):
     """What one use of a site is handed inside the manual region.
 
     exponents: int32[2] (forward, backward), the same on every device; cotangent zero.
-    slot: float32[2, K], this device's, zeros; its cotangent is the measure of the use (K = 1: largest scale; STATS_WIDTH: all of
-      `codec.STATS`).
+    slot: float32[2, K], this device's, zeros; its cotangent is the measure of the use (K = 1: largest scale;
+      STATS_WIDTH: all of `codec.STATS`).
     """
 
     exponents: jax.Array | None = None
@@ -36,7 +38,7 @@ class SiteScales(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """The carried state: exponents int32[S, 2]; history float32[S, 2, H] of maxima, newest first, zeros where there is none yet."""
+    """The carried state: exponents int32[S, 2]; history float32[S, 2, H] of maxima, newest first, zeros at first."""
 
     exponents: jax.Array
     history: jax.Array
@@ -65,13 +67,14 @@ def update_scales(state: Any, grads: Any) -> Any:
     """New site scales for people who bring their own training loop.
 
     Args:
-      state: NNX: an `nnx.State` of the `SiteScale` variables (nnx.state(model, taco_jax.SiteScale)). Linen: the "site_scale"
-        collection, nested dicts.
-      grads: the gradient with respect to the `AmaxSlot` variables (NNX) or the "_overwrite_with_gradient" collection (Linen),
-        same nesting: its leaves float32[devices, 2, K] hold the maxima.
+      state: NNX: an `nnx.State` of the `SiteScale` variables (nnx.state(model, taco_jax.SiteScale)). Linen: the
+        "site_scale" collection, nested dicts.
+      grads: the gradient with respect to the `AmaxSlot` variables (NNX) or the "_overwrite_with_gradient" collection
+        (Linen), same nesting: its leaves float32[devices, 2, K] hold the maxima.
 
     Returns:
-      The state with rolled histories and new exponents, same structure. A site whose slot is missing from `grads` is an error.
+      The state with rolled histories and new exponents, same structure. A site whose slot is missing from `grads` is
+      an error.
     """
     is_state = lambda node: isinstance(node, ScaleState)
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_state)
@@ -80,7 +83,9 @@ def update_scales(state: Any, grads: Any) -> Any:
     for path, leaf in flat:
         where = _site_path(path)
         if where not in slots:
-            raise ValueError(f"update_scales: no gradient for the amax slot of {where or 'the site'!r}; slots given: {sorted(slots)}")
+            raise ValueError(
+                f"update_scales: no gradient for the amax slot of {where or 'the site'!r}; slots given: {sorted(slots)}"
+            )
         new.append(update_scale_state(leaf, reduce_slots(slots[where])))
     return jax.tree_util.tree_unflatten(treedef, new)
 

@@ -4,9 +4,10 @@
         step.lower(...)          # or jax.eval_shape
     for row in table.rows(): ...
 
-A collective is traced once however often it runs (a scanned layer, a microbatch), so bodies that repeat are traced under
-`sites.repeat(n)`. A message that is traced again (remat, a scan's second trace) has the same site, direction and operation and is
-one row. The table is what was traced, never a formula of its own; a test compares it with the compiled HLO.
+A collective is traced once however often it runs (a scanned layer, a microbatch), so bodies that repeat are traced
+under `sites.repeat(n)`. A message that is traced again (remat, a scan's second trace) has the same site, direction and
+operation and is one row. The table is what was traced, never a formula of its own; a test compares it with the
+compiled HLO.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jax import lax
 _table: contextvars.ContextVar[Table | None] = contextvars.ContextVar("taco_jax_sites", default=None)
 _calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", default=1)
 
-# Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full tensor.
+# Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full
+# tensor.
 _SENT = {
     "psum": lambda p: 2 * (p - 1) / p,
     "psum_scatter": lambda p: (p - 1) / p,
@@ -41,7 +43,8 @@ class Row:
     Attributes:
       site, direction: where; "forward" or "backward".
       op: the jax.lax operation that the message stands for. axis: the mesh axes. ranks: how many devices take part.
-      elements: of the full tensor on one device (an all_gather's output, a psum_scatter's input). dtype: the values' dtype.
+      elements: of the full tensor on one device (an all_gather's output, a psum_scatter's input). dtype: the values'
+        dtype.
       codec: preset name or description. kind: "activation" (TP traffic) or "other" (scalars, norm weights, gradients).
       calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
       hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
@@ -106,12 +109,14 @@ def repeat(n: int) -> Iterator[None]:
 
 
 def current_calls() -> int:
-    """How often a collective traced now runs per step. Captured by a forward rule for its backward rule, traced much later."""
+    """How often a collective traced now runs per step. Forward rules keep it for backward rules, traced much later."""
     return _calls.get()
 
 
-def add(site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None, hlo=()) -> None:
-    """Records one message if a table is being recorded; `sent` is its bytes per call, by default the exact operation's."""
+def add(
+    site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None, hlo=()
+) -> None:
+    """Records a message if a table is being recorded; `sent`: its bytes per call, by default the exact operation's."""
     table = _table.get()
     if table is None or ranks == 1:
         return
@@ -120,11 +125,13 @@ def add(site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind
     sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     bf16 = share * elements * 2
-    table.add(Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo))
+    table.add(
+        Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo)
+    )
 
 
 def exact(site: str, direction: str, op: str, axis, x, *, kind: str = "other") -> None:
-    """Lists an exact collective that the caller issues itself (cross-entropy scalars, norm weights, replicated kv heads).
+    """Lists an exact collective that the caller issues itself (cross-entropy scalars, norm weights, kv heads).
 
     `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name.
     """

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from taco_jax import collectives
 from taco_jax.backend import default_min_bytes
 from taco_jax.collectives import REMAT_NAMES, check_region, in_manual_region, to_varying
-from taco_jax.plan import Compression, as_compression
+from taco_jax.plan import as_compression
 from taco_jax.scales import SiteScales
 
 __all__ = [
-    "REMAT_NAMES", "check_region", "column_dense", "copy_to_tp", "gather_from_sp", "in_manual_region", "reduce_from_tp", "row_dense",
-    "scatter_to_sp", "to_varying",
+    "REMAT_NAMES", "check_region", "column_dense", "copy_to_tp", "gather_from_sp", "in_manual_region",
+    "reduce_from_tp", "row_dense", "scatter_to_sp", "to_varying",
 ]  # fmt: skip
 
 
 def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
-    """f: x as it is (invarying -> varying over `axis`); its cotangent is summed over the ranks with the backward codec."""
+    """f: x as it is (invarying -> varying over `axis`); its cotangent is summed over the ranks (backward codec)."""
     return collectives.copy(x, axis, **_options(compression, scales, site))
 
 
@@ -40,15 +39,19 @@ def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = N
     return collectives.psum(x, axis, **_options(compression, scales, site))
 
 
-def gather_from_sp(x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = "") -> jax.Array:
+def gather_from_sp(
+    x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = ""
+) -> jax.Array:
     """The ranks' x concatenated along `dim` (forward codec); the cotangent is summed and scattered (backward codec)."""
     options = _options(compression, scales, site)
     options.pop("algorithm")
     return collectives.all_gather(x, axis, axis=dim, tiled=True, **options)
 
 
-def scatter_to_sp(x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = "") -> jax.Array:
-    """The own slice along `dim` of the sum of x over the ranks (forward codec); the cotangent is gathered (backward codec)."""
+def scatter_to_sp(
+    x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = ""
+) -> jax.Array:
+    """The own slice along `dim` of the ranks' sum of x (forward codec); the cotangent is gathered (backward codec)."""
     options = _options(compression, scales, site)
     options.pop("algorithm")
     return collectives.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, **options)
@@ -75,7 +78,9 @@ def column_dense(
 def row_dense(
     x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
 ) -> jax.Array:
-    """y[..., D] = g(x[..., F/tp] kernel[F/tp, D]) + bias[D]: the input features are sharded, the bias is added once, after the sum.
+    """y[..., D] = g(x[..., F/tp] kernel[F/tp, D]) + bias[D]: the input features are sharded.
+
+    The bias is added once, after the sum.
 
     Args:
       x: [..., F/tp], this rank's features. kernel: this rank's rows; bias: the whole bias, the same on every rank.
@@ -93,12 +98,12 @@ def row_dense(
 def _options(compression, scales, site) -> dict:
     compression = as_compression(compression)
     if compression is None:
-        return dict(codec="none", algorithm="auto", site=site)
+        return {"codec": "none", "algorithm": "auto", "site": site}
     minimum = default_min_bytes() if compression.min_bytes is None else compression.min_bytes
-    return dict(
-        codec=compression.forward, backward_codec=compression.backward, algorithm=compression.algorithm, link=compression.link,
-        min_bytes=minimum, scales=scales, site=site,
-    )  # fmt: skip
+    return {
+        "codec": compression.forward, "backward_codec": compression.backward, "algorithm": compression.algorithm,
+        "link": compression.link, "min_bytes": minimum, "scales": scales, "site": site,
+    }  # fmt: skip
 
 
 def _promote(x, kernel, bias, dtype):

@@ -1,11 +1,12 @@
 """Bytes on the wire: sub-byte packing, byte planes, and the layout of one message.
 
-Layout (the same in every implementation): codes, then scales. Every section starts at a multiple of 128 bytes and a message is a
-multiple of 1,024 bytes; a scale of k bytes is k byte planes (one section each, least significant byte first).
+Layout (the same in every implementation): codes, then scales. Every section starts at a multiple of 128 bytes and a
+message is a multiple of 1,024 bytes; a scale of k bytes is k byte planes (one section each, least significant byte
+first).
 
-Codes of b < 8 bits are packed inside their block without shuffles: with g = 8 / gcd(8, b) equal parts of the block, element j of
-all parts makes b*g/8 bytes, each its own run of B/g bytes. So int4 byte j = q[j] & 15 | q[j + B/2] << 4; 6 bits pack four quarters
-into 3 bytes, 5 bits eight eighths into 5.
+Codes of b < 8 bits are packed inside their block without shuffles: with g = 8 / gcd(8, b) equal parts of the block,
+element j of all parts makes b*g/8 bytes, each its own run of B/g bytes. So int4 byte j = q[j] & 15 | q[j + B/2] << 4;
+6 bits pack four quarters into 3 bytes, 5 bits eight eighths into 5.
 
 Dim letters: M blocks, B block.
 """

@@ -6,10 +6,11 @@ Common arguments (besides those of the jax.lax function of the same name):
   scales: `SiteScales` (exponents int32[2], slot float32[2, K]) or None: no site scale.
   min_bytes: messages below this many bytes are jax.lax's own program. Default 0.
   key: for stochastic rounding; a new one for each call.
-Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size and shape.
-Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
+Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
+and shape. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
 
-Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other float dtypes.
+Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
+float dtypes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
          axis_index_groups=None, key=None, site="psum"):  # fmt: skip
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
-    algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages) or auto (one_shot for two ranks). Backward:
-    the cotangent passes unchanged (it is the same on every rank).
+    algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages) or auto (one_shot for two
+      ranks).
+    Backward: the cotangent passes unchanged (it is the same on every rank).
     """
 
     def one(x, site):
@@ -46,9 +48,13 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     return _map(one, x, site)
 
 
-def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0, axis_index_groups=None,
-                 tiled=False, link="auto", min_bytes=0, key=None, site="psum_scatter"):  # fmt: skip
-    """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised. Backward: a compressed all_gather."""
+def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0,
+                 axis_index_groups=None, tiled=False, link="auto", min_bytes=0, key=None,
+                 site="psum_scatter"):  # fmt: skip
+    """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised.
+
+    Backward: a compressed all_gather.
+    """
 
     def one(x, site):
         dim = _dim(scatter_dimension, x.ndim)
@@ -63,11 +69,12 @@ def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=N
     return _map(one, x, site)
 
 
-def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0, tiled=False,
-               to="varying", link="auto", min_bytes=0, key=None, site="all_gather"):  # fmt: skip
+def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0,
+               tiled=False, to="varying", link="auto", min_bytes=0, key=None, site="all_gather"):  # fmt: skip
     """All ranks' x, stacked (or tiled: concatenated) along dim `axis`; the own shard is quantised like the others.
 
-    to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts the result.
+    to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts
+      the result.
     """
 
     def one(x, site):
@@ -88,9 +95,9 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
 
 def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, codec, backward_codec=None, scales=None,
                axis_index_groups=None, tiled=False, link="auto", min_bytes=0, key=None, site="all_to_all"):  # fmt: skip
-    """Dim `split_axis` is cut into one piece a rank, the received pieces are joined along `concat_axis`; the own piece stays exact.
+    """Dim `split_axis` is cut into one piece a rank, the received pieces are joined along `concat_axis`.
 
-    Backward: the inverse exchange, compressed.
+    The own piece stays exact. Backward: the inverse exchange, compressed.
     """
 
     def one(x, site):
@@ -106,9 +113,12 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, cod
     return _map(one, x, site)
 
 
-def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales=None, link="auto", min_bytes=0, key=None,
-             site="ppermute"):  # fmt: skip
-    """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does. Backward: the inverse."""
+def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales=None, link="auto", min_bytes=0,
+             key=None, site="ppermute"):  # fmt: skip
+    """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does.
+
+    Backward: the inverse permutation, compressed.
+    """
     perm = tuple((int(s), int(d)) for s, d in perm)
 
     def one(x, site):
@@ -121,11 +131,12 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     return _map(one, x, site)
 
 
-def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0, key=None,
-         site="copy"):  # fmt: skip
-    """Identity forward (invarying -> varying), compressed psum of the cotangent backward: Megatron's f, the mirror of `psum`.
+def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto",
+         min_bytes=0, key=None, site="copy"):  # fmt: skip
+    """Identity forward (invarying -> varying), compressed psum of the cotangent backward: Megatron's f.
 
-    `codec` is unused (there is no forward message) and there so that all collectives take the same arguments.
+    The mirror of `psum`. `codec` is unused (there is no forward message) and there so that all collectives take the
+    same arguments.
     """
 
     def one(x, site):
@@ -154,8 +165,8 @@ def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, sm
         x = to_varying(x, axis)
     elif not varying_axes(x).isdisjoint(axis_tuple(axis)):
         raise ValueError(
-            f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a value that is the "
-            "same on every rank"
+            f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a "
+            "value that is the same on every rank"
         )
     if small or x.size == 0:
         # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
@@ -168,7 +179,9 @@ def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, sm
         Message(axis, c, algorithm, with_stats, Label(site, direction, calls))
         for c, direction in zip(codecs, ("forward", "backward"), strict=True)
     )
-    key_data = None if key is None else jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    key_data = (
+        None if key is None else jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    )
     return apply(Operation(name, forward, backward, **own), x, scales.exponents, scales.slot, key_data)
 
 
@@ -197,9 +210,13 @@ def _check(entry, axis, groups, codec, backward_codec, algorithm, link, min_byte
     if algorithm not in ALGORITHMS or link not in LINKS:
         raise ValueError(f"{entry}: algorithm={algorithm!r}, link={link!r}: valid are {ALGORITHMS} and {LINKS}")
     if link == "nvlink":
-        raise ValueError(f"{entry}: link='nvlink': one-kernel NVLink collectives are not built yet; use 'auto' or 'nccl'")
+        raise ValueError(
+            f"{entry}: link='nvlink': one-kernel NVLink collectives are not built yet; use 'auto' or 'nccl'"
+        )
     if min_bytes is None or min_bytes < 0:
         raise ValueError(f"{entry}: min_bytes={min_bytes}: must be 0 or more bytes")
     if scales is not None and scales.slot is not None and scales.slot.shape not in ((2, 1), (2, STATS_WIDTH)):
-        raise ValueError(f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics")
+        raise ValueError(
+            f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics"
+        )
     check_region(axis_tuple(axis) if not isinstance(axis, str) else axis, entry)

@@ -1,4 +1,4 @@
-"""The custom_vjp around every compressed collective: a forward and a backward message, each with its codec and site scale.
+"""The custom_vjp around every compressed collective: two messages, forward and backward, with codec and site scale.
 
 | operation | forward message | backward message |
 |---|---|---|
@@ -9,8 +9,8 @@
 | all_to_all | exchange of pieces | the inverse exchange |
 | ppermute | permutation | the inverse permutation |
 
-Exponents are read only. The slot's cotangent is the measure float32[2, K]: row 0 of the forward message, row 1 of the backward one,
-zero where there is none.
+Exponents are read only. The slot's cotangent is the measure float32[2, K]: row 0 of the forward message, row 1 of the
+backward one, zero where there is none.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from taco_jax.collectives.message import Message
 from taco_jax.collectives.region import to_varying
 from taco_jax.compat import varying_axes
 
-# Saving these by a remat policy keeps a checkpointed layer from repeating its forward communication in the backward pass. The wire
-# is not named: it would cost as much memory again.
+# Saving these by a remat policy keeps a checkpointed layer from repeating its forward communication in the backward
+# pass. The wire is not named: it would cost as much memory again.
 OUTPUT_NAME, AMAX_NAME = "tp_out", "tp_amax"
 REMAT_NAMES = (OUTPUT_NAME, AMAX_NAME)
 
@@ -167,7 +167,7 @@ def _all_to_all(op, message, x, exponent, key):
 
 
 def _split(x, dim: int, ranks: int, tiled: bool) -> tuple[jax.Array, tuple[int, ...]]:
-    """Cuts `dim` into one piece a rank: ([P, elements], shape of a piece). Untiled, the dim is P long and disappears."""
+    """Cuts `dim` into a piece for each rank: ([P, elements], a piece's shape). Untiled, the dim is P long and goes."""
     size = x.shape[dim]
     if size % ranks or (not tiled and size != ranks):
         rule = f"a multiple of {ranks}" if tiled else f"{ranks}"

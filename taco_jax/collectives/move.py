@@ -22,7 +22,7 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[
 
 
 def all_to_all(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
-    """Row r of [P, N] goes to rank r; row r of the result came from rank r. The own row does not travel and stays exact."""
+    """Row r of [P, N] goes to rank r; row r of the result came from rank r. The own row stays as it is."""
     p, n = x_PN.shape
     x_PN = to_varying(x_PN, message.axis)
     wires, measure = backend.encode(message.codec, x_PN, exponent, message.key(key, 0), message.with_stats)

@@ -1,7 +1,8 @@
 """One-shot all-reduce: all_gather(encode) -> local sum in f32, in rank order.
 
-One hop; each rank sends P-1 messages' worth of bytes instead of 2 (P-1)/P. With two ranks it is the exchange: the bytes of two-shot
-in one hop. The own term is quantised and decoded like every other, so all ranks sum the same values and end bit-identical.
+One hop; each rank sends P-1 messages' worth of bytes instead of 2 (P-1)/P. With two ranks it is the exchange: the
+bytes of two-shot in one hop. The own term is quantised and decoded like every other, so all ranks sum the same values
+and end bit-identical.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the collectives ask of the region they are traced in, and the casts between varying and invarying values.
 
-Every differentiable entry needs `jax.shard_map` that is manual over ALL mesh axes, with check_vma=True. Without the type system the
-same custom_vjp gives weight gradients that are exactly 1/P of the truth while every forward test passes; in a partly manual region
-XLA gathers the operand over the other axes first. So both raise.
+Every differentiable entry needs `jax.shard_map` that is manual over ALL mesh axes, with check_vma=True. Without the
+type system the same custom_vjp gives weight gradients that are exactly 1/P of the truth while every forward test
+passes; in a partly manual region XLA gathers the operand over the other axes first. So both raise.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def check_region(axis: AxisName, entry: str) -> None:
     missing = [a for a in axes if a not in mesh.manual_axes]
     if missing:
         raise ValueError(
-            f"{entry}: axis {missing[0]!r} is not a manual mesh axis here (manual: {sorted(mesh.manual_axes) or 'none'}); call it "
-            f"inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) over a mesh that has this axis"
+            f"{entry}: axis {missing[0]!r} is not a manual mesh axis here (manual: "
+            f"{sorted(mesh.manual_axes) or 'none'}); call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) over a mesh that has this axis"
         )
     rest = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
     if rest:
         raise ValueError(
-            f"{entry}: the region is manual over {sorted(mesh.manual_axes)} but not over {rest}; XLA would gather the operand over "
-            "them first. Leave axis_names out of jax.shard_map, so that it is manual over all mesh axes"
+            f"{entry}: the region is manual over {sorted(mesh.manual_axes)} but not over {rest}; XLA would gather the "
+            "operand over them first. Leave axis_names out of jax.shard_map, so that it is manual over all mesh axes"
         )
     if not all(a in varying_axes(lax.axis_index(a)) for a in axes):
         raise ValueError(
-            f"{entry}: the region was made with check_vma=False, where gradients of replicated weights come out divided by the number "
-            "of ranks; use jax.shard_map(..., check_vma=True), the default"
+            f"{entry}: the region was made with check_vma=False, where gradients of replicated weights come out divided "
+            "by the number of ranks; use jax.shard_map(..., check_vma=True), the default"
         )
 
 

@@ -2,9 +2,9 @@
 
     two-shot: all_to_all(encode) -> local sum in f32 -> encode -> all_gather -> decode
 
-Two hops for any number of ranks P, 2 (P-1)/P of a message sent by each. The middle works on rotated values: the tensor is rotated
-on entry and on exit, and 1/P of it (the own chunk) once more. The owner's own term is never quantised on the first hop; on the
-second every rank, the owner too, decodes the same bytes, so all ranks end bit-identical.
+Two hops for any number of ranks P, 2 (P-1)/P of a message sent by each. The middle works on rotated values: the tensor
+is rotated on entry and on exit, and 1/P of it (the own chunk) once more. The owner's own term is never quantised on
+the first hop; on the second every rank, the owner too, decodes the same bytes, so all ranks end bit-identical.
 
 Dim letters: P ranks (chunks), N elements of a chunk.
 """
