@@ -33,7 +33,8 @@ def check_region(axis: AxisName, entry: str) -> None:
     if missing:
         raise ValueError(
             f"{entry}: axis {missing[0]!r} is not a manual mesh axis here (manual: "
-            f"{sorted(mesh.manual_axes) or 'none'}); call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) over a mesh that has this axis"
+            f"{sorted(mesh.manual_axes) or 'none'}); call it inside jax.shard_map(f, mesh=mesh, in_specs=..., "
+            "out_specs=...) over a mesh that has this axis"
         )
     rest = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
     if rest:
@@ -43,7 +44,7 @@ def check_region(axis: AxisName, entry: str) -> None:
         )
     if not all(a in varying_axes(lax.axis_index(a)) for a in axes):
         raise ValueError(
-            f"{entry}: the region was made with check_vma=False, where gradients of replicated weights come out divided "
+            f"{entry}: the region was made with check_vma=False, where gradients of replicated weights are divided "
             "by the number of ranks; use jax.shard_map(..., check_vma=True), the default"
         )
 
