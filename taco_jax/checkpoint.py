@@ -95,6 +95,7 @@ class Checkpoints:
         later = [s for s in self.steps() if s > step]
         if not later:
             return []
+        self._manager.wait_until_finished()
         self._manager.close()
         # On several processes the first one moves; the others only see the result.
         moved = []
@@ -125,6 +126,7 @@ class Checkpoints:
         """
         args, targets = self._ocp.args, _fields(shapes)
         scales = targets.pop(_SCALES, None)
+        self._manager.wait_until_finished()
         meta = self._manager.item_metadata(step)
         self._check_shapes(step, targets, meta["state"], vocab_size)
         items = {"state": args.StandardRestore(targets, strict=False), "run": args.JsonRestore()}

@@ -85,7 +85,9 @@ class Batches(Iterator[np.ndarray]):
         self.samples = samples
         ordered = grain.MapDataset.source(self.windows).seed(self.seed).shuffle().repeat()
         options = grain.ReadOptions(num_threads=min(self.prefetch, 1), prefetch_buffer_size=self.prefetch)
-        self._iterator = iter(ordered.slice(slice(samples, None)).batch(self.batch).to_iter_dataset(options))
+        # An end that no run reaches: without one the length overflows in grain for batches of 1.
+        rest = ordered.slice(slice(samples, 1 << 62))
+        self._iterator = iter(rest.batch(self.batch).to_iter_dataset(options))
 
     def __next__(self) -> np.ndarray:
         batch = next(self._iterator)

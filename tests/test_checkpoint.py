@@ -1,0 +1,207 @@
+"""Checkpoints: what comes back, on which mesh, and what is refused; the workdir around them."""
+
+import dataclasses
+import json
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from taco_jax.checkpoint import CheckpointError, Checkpoints
+from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.workdir import open_workdir, set_aside, write_text
+
+VOCAB = 60
+
+
+class Scale(NamedTuple):
+    exponents: Any
+    history: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: Any
+    params: Any
+    opt_state: Any
+    scales: Any
+
+
+def make_state(rows=64, history=4, dtype=jnp.float32):
+    params = {
+        "embed": jnp.arange(rows * 8, dtype=dtype).reshape(rows, 8).at[VOCAB:].set(0),
+        "layers": {"kernel": jnp.arange(128.0).reshape(2, 8, 8)},
+    }
+    scales = {"layers/attn/out": Scale(jnp.full((2, 2), 3, jnp.int32), jnp.ones((2, 2, history)))}
+    return State(jnp.int32(3), params, optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(params), scales)
+
+
+def place(state, mesh):
+    """The state's shapes with the shardings of `mesh`."""
+
+    def shape(path, leaf):
+        name = jax.tree_util.keystr(path)
+        spec = P("tp") if "embed" in name else P(None, None, "tp") if "kernel" in name else P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(shape, state)
+
+
+def put(state, mesh):
+    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), state, place(state, mesh))
+
+
+def equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def no_fresh_scales():
+    raise AssertionError("scales were not restored")
+
+
+def test_round_trip_on_another_mesh(tmp_path, make_mesh):
+    state = put(make_state(), make_mesh(dp=2, tp=4))
+    run = {"data": {"samples": 12, "seed": 5}, "seed": 5}
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        assert checkpoints.steps() == [] and checkpoints.choose(None) is None
+        checkpoints.save(3, state, run)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        assert checkpoints.choose(None) == 3
+        target = place(state, make_mesh(dp=1, tp=2))
+        restored, found, remarks = checkpoints.restore(3, target, VOCAB, no_fresh_scales)
+    equal(state, restored)
+    assert found == {"step": 3, **run} and remarks == []
+    assert restored.params["embed"].sharding.mesh.shape["tp"] == 2
+
+
+def test_saved_before_the_next_step_donates(tmp_path, make_mesh):
+    state = put(make_state(), make_mesh(tp=2))
+    expected = jax.device_get(state)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, state, {})
+        jax.jit(lambda s: jax.tree.map(lambda a: a * 0, s), donate_argnums=0)(state)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        restored, _, _ = checkpoints.restore(1, place(expected, make_mesh(tp=2)), VOCAB, no_fresh_scales)
+    equal(expected, restored)
+
+
+@pytest.mark.parametrize("rows", [62, 64, 72])
+def test_only_padding_of_the_vocabulary_changes(tmp_path, make_mesh, rows):
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, put(make_state(), make_mesh(tp=4)), {})
+        target = make_state(rows)
+        restored, _, _ = checkpoints.restore(3, place(target, make_mesh(tp=2)), VOCAB, no_fresh_scales)
+    equal(target, restored)
+
+
+def test_other_shapes_are_refused(tmp_path, make_mesh):
+    mesh = make_mesh(tp=2)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, put(make_state(), mesh), {})
+        with pytest.raises(CheckpointError, match=re.escape("embed is float32[64, 8], the run needs float32[58, 8]")):
+            checkpoints.restore(3, place(make_state(58), mesh), VOCAB, no_fresh_scales)
+        with pytest.raises(CheckpointError, match="the run needs bfloat16"):
+            checkpoints.restore(3, place(make_state(dtype=jnp.bfloat16), mesh), VOCAB, no_fresh_scales)
+        more = make_state()
+        more.params["bias"] = jnp.zeros(3)
+        with pytest.raises(CheckpointError, match=r"its arrays are not this program's \(differing: params.bias\)"):
+            checkpoints.restore(3, place(more, mesh), VOCAB, no_fresh_scales)
+
+
+def test_scales_of_another_history_start_fresh(tmp_path, make_mesh):
+    mesh = make_mesh(tp=2)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, put(make_state(), mesh), {})
+        for target in (make_state(history=8), dataclasses.replace(make_state(), scales={})):
+            restored, _, remarks = checkpoints.restore(3, place(target, mesh), VOCAB, lambda: "fresh")
+            assert restored.scales == "fresh" and "uncalibrated" in remarks[0]
+            equal(restored.params, target.params)
+
+
+def test_state_without_scales(tmp_path, make_mesh):
+    state = dataclasses.replace(make_state(), scales={})
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, put(state, make_mesh()), {})
+        restored, _, remarks = checkpoints.restore(1, place(state, make_mesh()), VOCAB, dict)
+    equal(state, restored)
+    assert remarks == []
+
+
+def test_choosing_a_step(tmp_path, make_mesh):
+    state = put(make_state(), make_mesh())
+    with Checkpoints(tmp_path / "c", CheckpointConfig(keep=2)) as checkpoints:
+        with pytest.raises(CheckpointError, match="checkpoint.resume_step=7: .*the workdir has no checkpoint"):
+            checkpoints.choose(7)
+        for step in (2, 4, 6):
+            checkpoints.save(step, state, {})
+    with Checkpoints(tmp_path / "c", CheckpointConfig(keep=2)) as checkpoints:
+        assert checkpoints.steps() == [4, 6] and checkpoints.choose(4) == 4 and checkpoints.choose(None) == 6
+        with pytest.raises(CheckpointError, match="checkpoint.resume_step=5: no such checkpoint in .*; present: 4, 6"):
+            checkpoints.choose(5)
+        moved = checkpoints.set_aside_after(4)
+        assert [path.name for path in moved] == ["6"] and moved[0].is_dir() and checkpoints.steps() == [4]
+        checkpoints.save(6, state, {})
+        assert checkpoints.set_aside_after(4) != [] and checkpoints.set_aside_after(4) == []
+    assert sorted(path.name for path in (tmp_path / "c.aside").iterdir()) == ["6", "6.aside-1"]
+
+
+def test_an_existing_checkpoint_is_not_written_again(tmp_path, make_mesh):
+    state = put(make_state(), make_mesh())
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, state, {"samples": 1})
+        checkpoints.save(1, state, {"samples": 2})
+        assert checkpoints.restore(1, place(state, make_mesh()), VOCAB, no_fresh_scales)[1]["samples"] == 1
+
+
+def test_switched_off(tmp_path, make_mesh):
+    with Checkpoints(tmp_path / "c", CheckpointConfig(enabled=False)) as checkpoints:
+        checkpoints.save(1, put(make_state(), make_mesh()), {})
+        assert checkpoints.steps() == [] and checkpoints.choose(None) is None
+    assert not (tmp_path / "c").exists()
+
+
+def test_workdir_is_created_then_resumed(tmp_path):
+    config = TrainConfig(workdir=str(tmp_path / "runs" / "a"))
+    assert open_workdir(config) == []
+    first = (tmp_path / "runs" / "a" / "config.json").read_text()
+    assert json.loads(first)["model"]["d_model"] == 256
+    changed = dataclasses.replace(config, steps=5, stop_after=2, mesh=MeshConfig(tp=2))
+    assert open_workdir(changed) == ["mesh.tp 1 -> 2", "steps 1000 -> 5"]
+    assert (tmp_path / "runs" / "a" / "config.json").read_text() == first
+
+
+def test_workdir_of_another_model(tmp_path):
+    config = TrainConfig(workdir=str(tmp_path / "a"))
+    open_workdir(config)
+    other = dataclasses.replace(config, model=ModelConfig(n_layers=2, d_mlp=512))
+    with pytest.raises(ConfigError, match=r"holds another model \(model.n_layers 4 -> 2, model.d_mlp 768 -> 512\)"):
+        open_workdir(other)
+
+
+def test_folders_that_are_no_workdir(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists but holds no config.json"):
+        open_workdir(TrainConfig(workdir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="exists but holds no config.json"):
+        open_workdir(TrainConfig(workdir=str(tmp_path / "notes.txt")))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: corrupt"):
+        open_workdir(TrainConfig(workdir=str(tmp_path)))
+
+
+def test_set_aside_and_write_text(tmp_path):
+    path = tmp_path / "a"
+    for text in ("1", "2"):
+        write_text(path, text)
+        set_aside(path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.aside-1": "1", "a.aside-2": "2"}

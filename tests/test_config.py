@@ -1,0 +1,228 @@
+"""Config, command line and experiment files: what is accepted, and the one line that says what is not."""
+
+import dataclasses
+import inspect
+import json
+import re
+
+import pytest
+
+import taco_jax.config
+import taco_jax.models.config
+from taco_jax import cli
+from taco_jax.codec import CODECS
+from taco_jax.config import (
+    REMAT,
+    CompressionConfig,
+    ConfigError,
+    MeshConfig,
+    TrainConfig,
+    check,
+    codec_pair,
+    flatten,
+    keys,
+    parse_devices,
+    to_dict,
+)
+
+EXPERIMENTS = (
+    "quickstart", "qwen7b", "gpt3_6p7b", "gpt2_1p5b", "gpt2_1p5b_24h", "gpt2_350m", "gpt2_124m", "qwen2_0p5b",
+)  # fmt: skip
+
+
+def experiment(tmp_path, text, name="run.py"):
+    path = tmp_path / name
+    path.write_text("from taco_jax.config import *\n" + text)
+    return str(path)
+
+
+def test_defaults_are_valid_and_serialisable():
+    config = check(TrainConfig())
+    assert json.loads(json.dumps(to_dict(config)))["compression"]["forward"] == "taco"
+
+
+def test_every_key_has_a_sentence():
+    """The help of a field is the string under it, which tyro reads from the source."""
+    source = inspect.getsource(taco_jax.config) + inspect.getsource(taco_jax.models.config)
+    for key in keys(TrainConfig()):
+        name = key.rpartition(".")[2]
+        assert re.search(rf'^    {name}: [^\n]*\n    """[A-Z\'][^\n]*\."""$', source, re.M), key
+
+
+def test_file_then_flags(tmp_path):
+    path = experiment(tmp_path, "config = TrainConfig(steps=7, mesh=MeshConfig(dp=2), seed=3)")
+    config = cli.parse(["--config", path, "--mesh.tp", "4", "--compression.forward", "int8h", "--seed=5",
+                        "--compression.plan", "layers/mlp/*", "int8h:int6h", "--optimizer.clip_norm", "None",
+                        "--deterministic", "--checkpoint.no-enabled"])  # fmt: skip
+    assert (config.steps, config.mesh, config.seed) == (7, MeshConfig(dp=2, tp=4), 5)
+    assert config.compression == CompressionConfig(forward="int8h", plan={"layers/mlp/*": "int8h:int6h"})
+    assert config.optimizer.clip_norm is None and config.deterministic and not config.checkpoint.enabled
+    assert check(config) is config
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments(name, repository):
+    path = repository / "experiments" / f"{name}.py"
+    config = check(cli.load(path))
+    assert config.workdir == f"runs/{name}"
+    card = path.read_text().split('"""')[1]
+    for entry in (
+        "trains ",
+        "hardware ",
+        "takes ",
+        "reaches ",
+        f"python -m taco_jax.train --config experiments/{name}.py",
+    ):
+        assert entry in card
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--stepz", "5"], "unknown option --stepz; did you mean --steps?"),
+        (["--tp", "5"], "did you mean --mesh.tp?"),
+        (["--compression.foward=taco"], "unknown option --compression.foward; did you mean --compression.forward?"),
+        (["--steps", "abc"], "--steps: invalid literal for int"),
+        (["--steps"], "Missing value for argument '--steps'"),
+        (["five"], "Unrecognized options: five"),
+        (["--model.n-heads", "0"], "n_heads=0: must be an integer of at least 1"),
+        (["--config"], "--config: needs the path"),
+        (["--config", "a.py", "--config=b.py"], "given 2 times"),
+    ],
+)
+def test_bad_command_line(args, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        cli.parse(args)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("config = TrainConfig(stepz=7)", "line 2: TrainConfig has no key 'stepz'; did you mean 'steps'?"),
+        (
+            "config = TrainConfig(model=ModelConfig(d_modl=7))",
+            "ModelConfig has no key 'd_modl'; did you mean 'd_model'?",
+        ),
+        ("config = 3", "must assign a TrainConfig to the name 'config', found int"),
+        ("configuration = TrainConfig()", "found nothing"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("config = (", "SyntaxError"),
+        ("config = TrainConfig(model=ModelConfig(n_kv_heads=3))", "line 2: n_kv_heads=3: must divide n_heads=8"),
+    ],
+)
+def test_bad_experiment_file(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        cli.load(experiment(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_experiment_file_names_the_nearest(tmp_path):
+    experiment(tmp_path, "", "quickstart.py")
+    with pytest.raises(ConfigError, match=r"no such file; did you mean '.*quickstart\.py'"):
+        cli.load(tmp_path / "quikstart.py")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mesh.tp": 3}, "8 heads, 4 kv heads: tp 3 does not divide 8; try 1, 2, 4 or 8"),
+        ({"mesh.tp": 16}, "try 1, 2, 4 or 8"),
+        ({"mesh.dp": 0}, "mesh.dp=0: must be at least 1"),
+        ({"mesh.pp": 2}, "mesh.pp=2: pipelines are not built yet"),
+        ({"model.d_mlp": 770, "mesh.tp": 4}, "mlp width 770: tp 4 does not divide 770; try 1 or 2"),
+        ({"compression.forward": "tacco"}, "compression.forward='tacco': no such codec preset; did you mean 'taco'?"),
+        ({"compression.backward": "int9h"}, "compression.backward='int9h': no such codec preset; did you mean 'int"),
+        ({"compression.plan": {"*": "taco:e4m3g"}}, "compression.plan '*' (backward)='e4m3g'"),
+        ({"compression.link": "nvlnk"}, "compression.link='nvlnk': did you mean 'nvlink'?"),
+        ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
+        ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
+        (
+            {"global_batch": 30, "mesh.dp": 2, "accumulation": 4},
+            "global_batch=30: mesh.dp=2 x accumulation=4 must divide",
+        ),
+        ({"data.sequence_length": 250, "sequence_parallel": True, "mesh.tp": 4}, "try 248"),
+        ({"model.positions": "learned", "model.max_length": 128}, "data.sequence_length=256: the model has learned"),
+        ({"optimizer.clip_norm": 0.0}, "optimizer.clip_norm=0.0"),
+        ({"optimizer.min_learning_rate": 1.0}, "optimizer.min_learning_rate=1.0: must not exceed learning_rate=0.0003"),
+        ({"devices": "tpu"}, "devices='tpu': must be 'cpu:N'"),
+        ({"steps": 0}, "steps=0: must be at least 1"),
+        ({"stop_after": 0}, "stop_after=0"),
+        ({"evaluation.batches": -1}, "evaluation.batches=-1"),
+    ],
+)
+def test_rules(changes, message):
+    config = TrainConfig()
+    for key, value in changes.items():
+        group, _, name = key.rpartition(".")
+        new = dataclasses.replace(getattr(config, group) if group else config, **{name: value})
+        config = dataclasses.replace(config, **{group: new}) if group else new
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        check(config)
+    assert "\n" not in str(error.value)
+
+
+def test_names_shared_with_other_modules():
+    from taco_jax.models.parallel import REMAT as models_remat
+
+    assert set(REMAT) == set(models_remat)
+    assert {"taco", "none"} <= set(CODECS)
+    assert codec_pair("int8h:int6h") == ("int8h", "int6h") and codec_pair("taco") == ("taco", "taco")
+
+
+def test_flatten_keeps_a_plan_whole():
+    config = TrainConfig(compression=CompressionConfig(plan={"a.b": "taco"}))
+    assert flatten(to_dict(config))["compression.plan"] == {"a.b": "taco"}
+    assert "mesh.tp" in keys(config) and "model.d_model" in keys(config)
+
+
+def test_parse_devices():
+    assert parse_devices("cpu:8") == ("cpu", 8)
+    assert parse_devices("cpu") == ("cpu", None)
+    assert parse_devices("gpu") == parse_devices("cuda") == ("cuda", None)
+    assert parse_devices(None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (None, ["--xla_force_host_platform_device_count=3", "--xla_cpu_collective_call_terminate_timeout_seconds=600"]),
+        (
+            "--xla_cpu_collective_call_terminate_timeout_seconds=50 --xla_force_host_platform_device_count=2",
+            ["--xla_cpu_collective_call_terminate_timeout_seconds=50", "--xla_force_host_platform_device_count=3"],
+        ),
+    ],
+)
+def test_devices_are_chosen_before_the_backend_starts(run_python, before, after):
+    """Also when jax is imported already; other flags of the user stay."""
+    code = """
+import os, jax
+from taco_jax import cli
+cli.select_devices("cpu:3", deterministic=True)
+print(len(jax.devices()), jax.devices()[0].platform, os.environ["XLA_FLAGS"])
+"""
+    out = run_python(code, devices=None, env={"XLA_FLAGS": before}).stdout.split()
+    assert out == ["3", "cpu", *after, "--xla_gpu_deterministic_ops=true"]
+
+
+def test_exit_code_without_traceback(run_python):
+    result = run_python(["-m", "taco_jax.train", "--mesh.pt", "4"], check=2)
+    assert result.stderr == "error: unknown option --mesh.pt; did you mean --mesh.tp?\n" and not result.stdout
+
+
+def test_help_lists_every_key(run_python):
+    text = run_python(["-m", "taco_jax.train", "--help"]).stdout
+    assert "--config FILE.py" in text
+    for key in keys(TrainConfig()):
+        assert f"--{key.replace('_', '-')}" in text, key
+
+
+def test_config_starts_no_backend(run_python):
+    code = """
+from taco_jax.cli import parse
+from taco_jax.config import check
+check(parse(["--mesh.tp", "2"]))
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    assert run_python(code).stdout == "False\n"

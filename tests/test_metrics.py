@@ -1,0 +1,155 @@
+"""The numbers of a step line and of metrics.jsonl, and the file's life across resumed runs."""
+
+import json
+import sys
+
+import pytest
+
+from taco_jax.config import ConfigError, MetricsConfig, ModelConfig, TrainConfig
+from taco_jax.metrics import (
+    Recorder,
+    bf16_peak,
+    duration,
+    finite,
+    flops_per_token,
+    peak_memory,
+    read_records,
+    step_line,
+)
+from taco_jax.models.presets import preset
+
+RECORD = {
+    "step": 7, "loss": 2.34567, "grad_norm": 1.2, "learning_rate": 1e-3, "skipped": 0,
+    "tokens_per_second": 123456.0, "step_seconds": 0.0664, "comm_bytes": 14.27e6, "comm_bytes_bf16": 28.31e6, "mfu": 0.4123,
+    "peak_memory_bytes": 3.1e9, "samples": 224,
+}  # fmt: skip
+
+
+def config(tmp_path, **metrics):
+    return TrainConfig(workdir=str(tmp_path), metrics=MetricsConfig(**metrics))
+
+
+def write(tmp_path, steps, start, **options):
+    recorder = Recorder(config(tmp_path), start, **options)
+    for step in steps:
+        recorder.write({"step": step, "loss": step + start / 100})
+    recorder.close()
+    return recorder.remarks
+
+
+def test_step_line():
+    assert step_line(RECORD, 600, 3723.4) == (
+        "step   7/600  loss 2.3457  grad 1.200  123,456 tok/s  66 ms  comm 14.3 MB (1.98x)  mfu 41.2%  mem 3.1 GB  "
+        "eta 1:02:03"
+    )
+    unknown = RECORD | {"loss": None, "mfu": None, "peak_memory_bytes": None, "comm_bytes": 0, "skipped": 1}
+    assert step_line(unknown, 7, None) == (
+        "step 7/7  loss n/a  grad 1.200  123,456 tok/s  66 ms  comm 0.0 MB  mfu n/a  mem n/a GB  eta n/a  "
+        "SKIPPED: not finite, parameters unchanged"
+    )
+
+
+def test_duration():
+    assert [duration(s) for s in (None, 0, 59.6, 3599, 3600)] == ["n/a", "0:00", "1:00", "59:59", "1:00:00"]
+
+
+def test_bf16_peak():
+    assert bf16_peak("NVIDIA H100 80GB HBM3") == bf16_peak("NVIDIA H200") == 989.4e12
+    assert bf16_peak("NVIDIA H100 PCIe") == 756e12 and bf16_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert bf16_peak("cpu") is None and bf16_peak("NVIDIA GeForce RTX 4090") is None
+
+
+def test_flops_per_token():
+    """GPT-3 6.7B: 6 per parameter (without positions, with the tied head once), plus attention."""
+    model = preset("gpt3_6p7b")
+    weights = 32 * 12 * 4096**2 + 50_257 * 4096
+    assert flops_per_token(model, 2048) == 6 * weights + 12 * 32 * 2048 * 4096
+    small = ModelConfig(d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4, d_mlp=16, vocab_size=10)
+    assert flops_per_token(small, 5) == 6 * (8 * 16 * 2 + 8 * 8 * 2 + 3 * 8 * 16 + 80) + 12 * 5 * 16
+
+
+def test_peak_memory():
+    import jax
+
+    assert peak_memory(jax.local_devices()) > 50e6
+
+    class Gpu:
+        platform = "gpu"
+
+        def __init__(self, peak):
+            self.peak = peak
+
+        def memory_stats(self):
+            return self.peak and {"peak_bytes_in_use": self.peak}
+
+    assert peak_memory([Gpu(5), Gpu(7)]) == 7 and peak_memory([Gpu(None)]) is None
+
+
+def test_records_are_strict_json(tmp_path):
+    recorder = Recorder(config(tmp_path), 0)
+    recorder.write({"step": 1, "loss": float("nan"), "sites": {"embed": {"snr_db": float("inf"), "clipped": 0.5}}})
+    recorder.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "loss": null, "sites": {"embed": {"snr_db": null, "clipped": 0.5}}}\n'
+    assert finite({"a": None, "b": True, "c": 3, "d": "x"}) == {"a": None, "b": True, "c": 3, "d": "x"}
+
+
+def test_resumed_file_has_every_step_once(tmp_path):
+    write(tmp_path, [1, 2, 3, 4, 5], 0)
+    assert write(tmp_path, [4, 5, 6], 3) == []
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in records] == [1, 2, 3, 4.03, 5.03, 6.03]
+
+
+def test_earlier_records_are_kept(tmp_path):
+    write(tmp_path, [1, 2, 3], 0)
+    assert "metrics.jsonl.aside-1" in write(tmp_path, [1], 0)[0]
+    assert "metrics.jsonl.aside-2" in write(tmp_path, [2], 1, keep_later=True)[0]
+    write(tmp_path, [], None)
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl.aside-1")] == [1, 2, 3]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    assert write(tmp_path, [1, 2], 0, active=False) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_read_records(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2, "loss": 1}\n\n{"step": 1}\n{"step": 2, "loss": 3}\n{"step": 3, "lo')
+    assert read_records(path) == [{"step": 1}, {"step": 2, "loss": 3}]
+    path.write_text('{"step": 2}\n[]\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match="metrics.jsonl line 2: not a record of a step"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("name, package", [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_missing_trackers(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ConfigError, match=rf"metrics.{name}=True: the package {package} is missing; pip install 'taco-jax"
+    ):
+        Recorder(config(tmp_path, **{name: True}), 0)
+
+
+def test_trackers_get_every_number(tmp_path, monkeypatch):
+    import types
+
+    seen = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            seen.append(folder)
+
+        def add_scalar(self, key, value, step):
+            seen.append((key, value, step))
+
+    run = types.SimpleNamespace(log=lambda values, step: seen.append((values, step)))
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    recorder = Recorder(config(tmp_path, tensorboard=True, wandb=True), 0)
+    recorder.write({"step": 3, "loss": 1.5, "mfu": None, "sites": {"embed/forward": {"snr_db": 30.0}}})
+    recorder.close()
+    numbers = {"step": 3, "loss": 1.5, "sites/embed/forward/snr_db": 30.0}
+    assert seen == [str(tmp_path / "tensorboard"), *[(k, v, 3) for k, v in numbers.items()], (numbers, 3)]
