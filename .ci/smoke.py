@@ -25,12 +25,13 @@ print("python", sys.version.split()[0], "jax", jax.__version__, "taco_jax from",
 assert "site-packages" in taco_jax.__file__, "the smoke must see the installed package"
 
 x = jax.random.normal(jax.random.key(0), (8, 4096))
-for name, codec in taco_jax.CODECS.items():
+codecs = {name: codec for name, codec in taco_jax.CODECS.items() if name != "none"}
+for name, codec in codecs.items():
     wire = codec.encode(x)
     assert wire.dtype == jnp.uint8 and wire.size == codec.wire_bytes(x.size), name
     error = relative_error(codec.decode(wire, x.shape, x.dtype), x)
     assert error < 0.15, (name, error)
-print(len(taco_jax.CODECS), "codecs: round trip")
+print(len(codecs), "codecs: round trip")
 
 mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
 for name in ("taco", "int8h", "none"):
