@@ -41,16 +41,12 @@ def block_signs(block: int) -> np.ndarray:
     return np.where(i & np.uint64(1), -1.0, 1.0).astype(np.float32)
 
 
-def _transform(x: jax.Array, block: int) -> jax.Array:
-    # H_ab = H_a (x) H_b: two small products cost 2(a + b) operations an element instead of 2ab. The scale 1/sqrt(B)
-    # comes last, so integers stay exact until then.
-    a = 1 << (block.bit_length() // 2)
-    b = block // a
-    x_ab = x.reshape(*x.shape[:-1], a, b)
-    exact = jax.lax.Precision.HIGHEST
-    x_ab = jnp.einsum("...ab,bc->...ac", x_ab, hadamard_signs(b), precision=exact)
-    x_ab = jnp.einsum("...ab,ac->...cb", x_ab, hadamard_signs(a), precision=exact)
-    return x_ab.reshape(x.shape) * np.float32(1.0 / np.sqrt(block))
+def _transform(x: jax.Array) -> jax.Array:
+    # One matrix product with +-1, exact but for the sum; the scale 1/sqrt(B) comes last. On a CPU it is faster than a butterfly
+    # or H_a (x) H_b, which pass over memory more often.
+    block = x.shape[-1]
+    z = jnp.matmul(x, hadamard_signs(block), precision=jax.lax.Precision.HIGHEST)
+    return z * np.float32(1.0 / np.sqrt(block))
 
 
 def rotate(x: jax.Array, rotation: str) -> jax.Array:
@@ -60,7 +56,7 @@ def rotate(x: jax.Array, rotation: str) -> jax.Array:
     block = x.shape[-1]
     if rotation == "signed_hadamard":
         x = x * block_signs(block)
-    return _transform(x, block)
+    return _transform(x)
 
 
 def unrotate(z: jax.Array, rotation: str) -> jax.Array:
@@ -68,5 +64,5 @@ def unrotate(z: jax.Array, rotation: str) -> jax.Array:
     if rotation == "none":
         return z
     block = z.shape[-1]
-    x = _transform(z, block)
+    x = _transform(z)
     return x * block_signs(block) if rotation == "signed_hadamard" else x
