@@ -6,7 +6,6 @@ metrics. It reads the metrics of a step while the next one runs, so the devices 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -18,7 +17,7 @@ import jax
 
 from taco_jax import cli, data
 from taco_jax.checkpoint import Checkpoints
-from taco_jax.config import ConfigError, TrainConfig, check, to_dict
+from taco_jax.config import ConfigError, TrainConfig, check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
 
@@ -58,15 +57,15 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     if config.dry_run:
         from taco_jax import estimate
 
-        say(json.dumps(to_dict(config), indent=2))
-        estimate.report(config, mesh)
+        say(estimate.report(config, mesh))
         return None
     train_tokens, validation_tokens = data.open_data(config.data, config.model.vocab_size)
     batches = data.batches(config, train_tokens)
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
+    program = build(config, mesh)
+    # Nothing is written before this line: settings that cannot work leave no folder behind.
     for remark in open_workdir(config):
         say(f"changed since this workdir's first run: {remark}")
-    program = build(config, mesh)
     with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
         run = Run(config, program, checkpoints, batches, validation_tokens)
         try:
