@@ -14,3 +14,18 @@ __all__ = [
     "CODECS", "UNCALIBRATED", "Codec", "Compression", "Plan", "SiteScales", "all_gather", "all_to_all", "copy",
     "ppermute", "psum", "psum_scatter", "update_scales",
 ]  # fmt: skip
+
+# Flax is imported only by who asks for its layers.
+_LAYERS = ("AmaxSlot", "CompressedDense", "SiteScale")
+
+
+def __getattr__(name: str):
+    if name in _LAYERS:
+        from taco_jax import layers
+
+        return getattr(layers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAYERS})

@@ -23,6 +23,7 @@ from taco_jax.block_scale import UNCALIBRATED, ceil_log2
 from taco_jax.codec import STATS
 
 STATS_WIDTH = len(STATS)
+SLOT_NAME = "amax_slot"  # of a layer's variable; `update_scales` knows slots by it
 
 
 class SiteScales(NamedTuple):
@@ -67,27 +68,36 @@ def update_scales(state: Any, grads: Any) -> Any:
     """New site scales for people who bring their own training loop.
 
     Args:
-      state: NNX: an `nnx.State` of the `SiteScale` variables (nnx.state(model, taco_jax.SiteScale)). Linen: the
-        "site_scale" collection, nested dicts.
-      grads: the gradient with respect to the `AmaxSlot` variables (NNX) or the "_overwrite_with_gradient" collection
-        (Linen), same nesting: its leaves float32[devices, 2, K] hold the maxima.
+      state: NNX: `nnx.state(model, taco_jax.SiteScale)`. Linen: `variables["site_scale"]`. In general any tree in
+        which every site is a node with leaves `exponents` int32[S, 2] and `history` float32[S, 2, H], like
+        `ScaleState`.
+      grads: NNX: the gradient with respect to the `AmaxSlot` variables. Linen: that of the "_overwrite_with_gradient"
+        collection. The same nesting, one leaf `amax_slot` float32[..., S, 2, K] at each site; over leading dims
+        (devices, microbatches) the maximum counts. Other leaves, gradients of parameters for example, are ignored.
 
     Returns:
-      The state with rolled histories and new exponents, same structure. A site whose slot is missing from `grads` is
-      an error.
+      The state with rolled histories and new exponents, same structure. A zero or non-finite maximum changes nothing.
+
+    Raises:
+      ValueError: a site has no slot in `grads`.
     """
-    is_state = lambda node: isinstance(node, ScaleState)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_state)
-    slots = {_site_path(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]}
-    new = []
-    for path, leaf in flat:
-        where = _site_path(path)
-        if where not in slots:
-            raise ValueError(
-                f"update_scales: no gradient for the amax slot of {where or 'the site'!r}; slots given: {sorted(slots)}"
-            )
-        new.append(update_scale_state(leaf, reduce_slots(slots[where])))
-    return jax.tree_util.tree_unflatten(treedef, new)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    leaves = {_names(path): leaf for path, leaf in flat}
+    slots = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        names = _names(path)
+        slots[names[:-1] if names[-1:] == (SLOT_NAME,) else names] = leaf
+    new = dict(leaves)
+    for site in {path[:-1] for path in leaves}:
+        if site not in slots:
+            known = sorted("/".join(s) for s in slots)
+            raise ValueError(f"update_scales: no gradient for the amax slot of {'/'.join(site)!r}; grads has {known}")
+        old = ScaleState(*(leaves[*site, field] for field in ScaleState._fields))
+        slot = slots[site]
+        amax = slot[..., 0].max(axis=tuple(range(slot.ndim - 1 - old.exponents.ndim)))
+        for field, value in update_scale_state(old, amax)._asdict().items():
+            new[*site, field] = value
+    return jax.tree_util.tree_unflatten(treedef, [new[path] for path in leaves])
 
 
 def reduce_slots(slot: jax.Array) -> jax.Array:
@@ -95,7 +105,7 @@ def reduce_slots(slot: jax.Array) -> jax.Array:
     return slot[..., 0].max(0)
 
 
-def _site_path(path) -> str:
-    # Both trees name a site by its module path; the last key ("scale" or "slot"), and NNX's ".value", differ.
-    parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    return "/".join(p for p in parts if p not in ("scale", "slot", "value", "raw_value"))
+def _names(path) -> tuple[str, ...]:
+    """A leaf's path as names. An NNX variable's own key, its last, is not one of them."""
+    names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return names[:-1] if names and names[-1] in ("value", "raw_value") else names

@@ -98,6 +98,11 @@ def record() -> Iterator[Table]:
         _table.reset(token)
 
 
+def recording() -> bool:
+    """True inside a `record` block. A cached trace would not be recorded again."""
+    return _table.get() is not None
+
+
 @contextlib.contextmanager
 def repeat(n: int) -> Iterator[None]:
     """What is traced inside the block runs n times (nested blocks multiply)."""
