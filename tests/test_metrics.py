@@ -20,8 +20,8 @@ from taco_jax.models.presets import preset
 
 RECORD = {
     "step": 7, "loss": 2.34567, "grad_norm": 1.2, "learning_rate": 1e-3, "skipped": 0,
-    "tokens_per_second": 123456.0, "step_seconds": 0.0664, "comm_bytes": 14.27e6, "comm_bytes_bf16": 28.31e6, "mfu": 0.4123,
-    "peak_memory_bytes": 3.1e9, "samples": 224,
+    "tokens_per_second": 123456.0, "step_seconds": 0.0664, "comm_bytes": 14.27e6, "comm_bytes_bf16": 28.31e6,
+    "mfu": 0.4123, "peak_memory_bytes": 3.1e9, "samples": 224,
 }  # fmt: skip
 
 

@@ -1,0 +1,233 @@
+"""The trainer from the command line to the files it leaves: resuming, stopping early, non-finite steps, refusals."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from taco_jax import cli
+from taco_jax.checkpoint import Checkpoints
+from taco_jax.config import (
+    CheckpointConfig,
+    CompressionConfig,
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    check,
+)
+from taco_jax.metrics import read_records
+from taco_jax.train import TrainingError, main, train
+
+MODEL = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, qkv_bias=True)
+
+
+def make_config(workdir, **changes) -> TrainConfig:
+    config = TrainConfig(
+        model=MODEL,
+        mesh=MeshConfig(dp=2, tp=2),
+        compression=CompressionConfig(min_bytes=0),
+        data=DataConfig(sequence_length=32),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
+        checkpoint=CheckpointConfig(every=4),
+        evaluation=EvalConfig(every=4, batches=2),
+        global_batch=8,
+        steps=6,
+        workdir=str(workdir),
+    )
+    return check(dataclasses.replace(config, **changes))
+
+
+def losses(workdir):
+    return {r["step"]: r["loss"] for r in read_records(workdir / "metrics.jsonl")}
+
+
+def saved_steps(workdir):
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
+
+
+def saved(workdir, step):
+    """All arrays of a checkpoint as stored, by name."""
+    import orbax.checkpoint as ocp
+
+    found = {}
+    for item in ("state", "scales"):
+        tree = ocp.StandardCheckpointer().restore((workdir / "checkpoints" / str(step) / item).absolute())
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run of six steps."""
+    workdir = tmp_path_factory.mktemp("train") / "whole"
+    return workdir, train(make_config(workdir))
+
+
+def test_command_line_leaves_everything(tmp_path, run_python, repository):
+    """The quickstart's own file, cut down; in a fresh process, so that --devices has to work."""
+    small = {"steps": 3, "model.n-layers": 1, "model.d-model": 32, "global-batch": 4, "data.sequence-length": 32,
+             "evaluation.batches": 2}  # fmt: skip
+    flags = [part for key, value in small.items() for part in (f"--{key}", value)]
+    flags += ["--workdir", tmp_path / "run", "--devices", "cpu:8"]
+    path = repository / "experiments" / "quickstart.py"
+    out = run_python(["-m", "taco_jax.train", "--config", path, *flags], devices=None)
+    assert re.search(
+        r"^step 1/3  loss 5\.\d+  grad .* tok/s .* ms  comm .* MB .*mfu n/a  mem .* GB  eta", out.stdout, re.M
+    )
+    assert re.search(r"^validation loss \d\.\d+ nats per token, perplexity", out.stdout, re.M)
+    assert re.search(r"^tensor-parallel activation traffic: .* as bf16: ratio \d", out.stdout, re.M)
+    assert re.search(r"^loss curve .*/run/loss.png; metrics .*; checkpoint .*/run/checkpoints/3$", out.stdout, re.M)
+    assert "WARNING" not in out.stderr and "Traceback" not in out.stderr
+    run = tmp_path / "run"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert json.loads((run / "config.json").read_text())["devices"] == "cpu:8"
+
+
+def test_records(whole):
+    workdir, last = whole
+    records = read_records(workdir / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    for r in records:
+        assert 3 < r["loss"] < 6 and r["grad_norm"] > 0 and r["skipped"] == 0 and r["samples"] == 8 * r["step"]
+        assert r["tokens_per_second"] == pytest.approx(8 * 32 / r["step_seconds"])
+        assert r["comm_bytes"] > 0 and r["comm_bytes_bf16"] > r["comm_bytes"] and r["mfu"] is None
+        assert ("validation_loss" in r) == (r["step"] in (4, 6))
+    assert records[-1]["validation_perplexity"] == pytest.approx(np.exp(records[-1]["validation_loss"]))
+    assert records[-1]["validation_loss"] == pytest.approx(last["validation_loss"])
+    assert records[0]["learning_rate"] == pytest.approx(1.5e-3) and records[1]["learning_rate"] == pytest.approx(3e-3)
+    assert records[-1]["learning_rate"] == pytest.approx(3e-5)
+    assert saved_steps(workdir) == [4, 6]
+
+
+def test_stopped_and_resumed_is_bit_for_bit(whole, tmp_path):
+    """--stop-after leaves the schedule alone; parameters, optimiser, scales, data and seed all come back."""
+    workdir, _ = whole
+    resumed = tmp_path / "resumed"
+    train(make_config(resumed, stop_after=3))
+    assert saved_steps(resumed) == [3] and len(losses(resumed)) == 3
+    train(make_config(resumed))
+    assert losses(resumed) == losses(workdir)
+    a, b = saved(workdir, 6), saved(resumed, 6)
+    assert a.keys() == b.keys() and any("scales" in name for name in a) and any("mu" in name for name in a)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_resumed_on_another_mesh_and_batch(whole, tmp_path):
+    """The next unseen sequences, on a mesh with another padding of the vocabulary."""
+    resumed = tmp_path / "resumed"
+    train(make_config(resumed, stop_after=3))
+    train(make_config(resumed, mesh=MeshConfig(dp=1, tp=4), stop_after=5, global_batch=4))
+    records = read_records(resumed / "metrics.jsonl")
+    assert [r["samples"] for r in records] == [8, 16, 24, 28, 32]
+    assert losses(resumed)[4] == pytest.approx(losses(whole[0])[4], abs=0.1)
+
+
+def test_finished_run_is_left_alone(whole, capsys):
+    workdir, last = whole
+    before = (workdir / "metrics.jsonl").read_bytes()
+    record = train(make_config(workdir))
+    out = capsys.readouterr().out
+    assert "resumed from step 6" in out and "already at step 6 of 6; nothing to train" in out
+    assert record["validation_loss"] == last["validation_loss"]
+    assert (workdir / "metrics.jsonl").read_bytes() == before and saved_steps(workdir) == [4, 6]
+
+
+def test_resume_from_an_earlier_step(tmp_path):
+    config = make_config(tmp_path / "run")
+    train(config)
+    first = losses(tmp_path / "run")
+    with pytest.raises(ConfigError, match="checkpoint.resume_step=5: no such checkpoint in .*; present: 4, 6"):
+        train(dataclasses.replace(config, checkpoint=CheckpointConfig(every=4, resume_step=5)))
+    train(dataclasses.replace(config, checkpoint=CheckpointConfig(every=4, resume_step=4)))
+    assert losses(tmp_path / "run") == first and saved_steps(tmp_path / "run") == [4, 6]
+    assert (tmp_path / "run" / "checkpoints.aside" / "6").is_dir()
+    assert (tmp_path / "run" / "metrics.jsonl.aside-1").is_file()
+
+
+def test_statistics(tmp_path):
+    compression = CompressionConfig(min_bytes=0, backward="int8h", plan={"layers/mlp/*": "e4m3h"})
+    metrics = MetricsConfig(every=100, snr_every=2)
+    train(make_config(tmp_path / "a", steps=3, compression=compression, metrics=metrics))
+    records = read_records(tmp_path / "a" / "metrics.jsonl")
+    # The first step, those with statistics, and the last.
+    assert [r["step"] for r in records] == [1, 2, 3] and [("sites" in r) for r in records] == [False, True, False]
+    sites = records[1]["sites"]
+    assert {"layers/attn/out/forward", "layers/mlp/down/forward", "layers/mlp/up/backward"} <= set(sites)
+    for values in sites.values():
+        assert values["snr_db"] > 20 and 0 <= values["clipped"] <= 1 and 0 <= values["flushed"] <= 1
+
+
+def test_non_finite_steps_stop_the_run(tmp_path, capsys):
+    """A step far too long makes everything after it non-finite; nothing of that is saved."""
+    config = make_config(
+        tmp_path / "run",
+        optimizer=OptimizerConfig(learning_rate=1e30, min_learning_rate=0, warmup_steps=0),
+        checkpoint=CheckpointConfig(every=3),
+        max_skipped_in_a_row=2,
+        steps=20,
+    )
+    with pytest.raises(TrainingError, match="step 3: loss or gradient not finite for 2 steps in a row"):
+        train(config)
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["skipped"] for r in records] == [0, 1, 1] and records[1]["loss"] is None
+    assert saved_steps(tmp_path / "run") == []
+    assert "SKIPPED" in capsys.readouterr().out
+
+
+def test_exit_codes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("taco_jax.train.train", lambda config: (_ for _ in ()).throw(TrainingError("not finite")))
+    assert cli.run(main, []) == 1 and capsys.readouterr().err == "error: not finite\n"
+    monkeypatch.setattr("taco_jax.train.train", lambda config: None)
+    assert cli.run(main, []) == 0
+    assert cli.run(main, ["--steps", "0"]) == 2 and "steps=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mesh": MeshConfig(dp=8, tp=2)}, "mesh: dp 8 x pp 1 x tp 2 needs 16 devices, there are 8"),
+        ({"data": DataConfig(train="missing.bin")}, "missing.bin: no such data file"),
+        ({"data": DataConfig(sequence_length=4_000_000)}, "too short: 3797976 tokens"),
+        ({"compression": CompressionConfig(plan={"layers/mpl/*": "taco"})}, "layers/mpl/*"),
+    ],
+)
+def test_refused_before_anything_is_written(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        train(make_config(tmp_path / "run", **changes))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_workdir_of_another_model(whole):
+    other = dataclasses.replace(MODEL, n_layers=1)
+    with pytest.raises(ConfigError, match="holds another model \\(model.n_layers 2 -> 1\\)"):
+        train(make_config(whole[0], model=other))
+
+
+def test_other_seed_in_the_same_workdir(whole):
+    with pytest.raises(ConfigError, match="seed=1: the checkpoint's data order was drawn with seed 0"):
+        train(make_config(whole[0], seed=1, steps=8))
+
+
+def test_without_checkpoints(tmp_path):
+    """Nothing to resume: the run starts again, and the earlier metrics are kept."""
+    config = make_config(tmp_path / "run", steps=2, checkpoint=CheckpointConfig(enabled=False))
+    train(config)
+    train(config)
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "metrics.jsonl.aside-1", "loss.png"}
+
+
+def test_checkpoint_folder_is_orbax(whole):
+    with Checkpoints(whole[0] / "checkpoints", CheckpointConfig()) as checkpoints:
+        assert checkpoints.steps() == [4, 6]
