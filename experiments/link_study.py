@@ -5,7 +5,7 @@ Runs the trainer once per link and codec, in turn, each in its own process, and 
     python experiments/link_study.py --config experiments/qwen7b.py --out experiments/results/qwen7b_tp4
 
 links     nvlink: as the machine is. host: NCCL_P2P_DISABLE=1, through host memory. socket: NCCL_SHM_DISABLE=1 too.
-output    OUT/README.md (hardware, commit, command, table) and OUT/<link>-<codec>.jsonl, the runs' metrics
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json and OUT/<link>-<codec>.jsonl, the runs' metrics
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def summarise(records: list[dict]) -> dict:
 
 def table(results: dict[tuple[str, str], dict], codecs: list[str]) -> str:
     """Markdown; speed-up is against the first codec on the same link."""
-    rows = ["| link | codec | step ms (median) | spread ms | speed-up | loss first | loss last | peak GB | MB sent a step |"]
+    rows = [
+        "| link | codec | step ms (median) | spread ms | speed-up | loss first | loss last | peak GB | MB sent a step |"
+    ]
     rows.append("|---|---|---|---|---|---|---|---|---|")
     for (link, codec), r in results.items():
         base = results.get((link, codecs[0]))
@@ -68,6 +70,15 @@ def table(results: dict[tuple[str, str], dict], codecs: list[str]) -> str:
             f"{r['peak_gb']:.1f} | {r['comm_mb']:.1f} |"
         )
     return "\n".join(rows)
+
+
+def nested(results: dict[tuple[str, str], dict], codecs: list[str]) -> dict:
+    """The table as {link: {codec: values}}, with "speedup" against the first codec on the same link."""
+    out: dict = {}
+    for (link, codec), r in results.items():
+        base = results.get((link, codecs[0]))
+        out.setdefault(link, {})[codec] = r | ({"speedup": base["ms"] / r["ms"]} if base else {})
+    return out
 
 
 def hardware() -> str:
@@ -115,6 +126,7 @@ def main() -> None:
                 *(f"failed: {f.splitlines()[0]}" for f in failures),
             ]
             (args.out / "README.md").write_text("\n".join(text).rstrip() + "\n")
+            (args.out / "summary.json").write_text(json.dumps(nested(results, codecs), indent=1) + "\n")
             print(table(results, codecs), flush=True)
     if failures:
         sys.exit(1)
