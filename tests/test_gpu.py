@@ -13,8 +13,10 @@ from taco_jax.codec import CODECS
 
 pytestmark = pytest.mark.gpu
 
-SNR = {"taco": 31.6, "taco_paper": 31.7, "e4m3h": 31.8, "e4m3": 31.8, "e5m2": 25.8, "int8h": 43.7, "int6h": 31.5, "int5h": 25.2,
-       "int4h": 18.6}  # fmt: skip
+SNR = {
+    "taco": 31.6, "taco_paper": 31.7, "e4m3h": 31.8, "e4m3": 31.8, "e5m2": 25.8,
+    "int8h": 43.7, "int6h": 31.5, "int5h": 25.2, "int4h": 18.6,
+}  # fmt: skip
 
 
 def snr(x, y):
@@ -32,13 +34,13 @@ def test_snr_is_the_cpus(name):
 
 @pytest.mark.parametrize("name", [n for n, c in CODECS.items() if not c.exact])
 def test_bytes_are_nearly_the_cpus(name):
-    # Only the order of sums in the rotation and the last bit of a quotient may differ between the two.
+    # The order of sums in the rotation and the last bit of a quotient may differ; of float32 scales the lowest byte then.
     x = np.random.default_rng(0).standard_normal((1 << 16) + 8, np.float32)
     encode = jax.jit(lambda x: CODECS[name].encode(x))
     ours = np.asarray(encode(x))
     with jax.default_device(jax.devices("cpu")[0]):
         reference = np.asarray(encode(jnp.asarray(x)))
-    assert (ours != reference).mean() < 2e-3
+    assert (ours != reference).mean() < (1e-2 if CODECS[name].scale == "paper" else 2e-3)
 
 
 @pytest.mark.parametrize("name", ["taco", "int8h", "int4h"])
@@ -73,7 +75,7 @@ def test_the_step_trains(codec):
         mesh=MeshConfig(tp=tp),
         compression=CompressionConfig(forward=codec, backward=codec, min_bytes=0),
         data=DataConfig(sequence_length=256),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=2),
         global_batch=8,
         steps=20,
     )
@@ -90,5 +92,5 @@ def test_the_step_trains(codec):
 
     ours = losses(config)
     exact = losses(dataclasses.replace(config, mesh=MeshConfig(), compression=CompressionConfig("none", "none")))
-    assert ours[-1] < ours[0] - 1
+    assert ours[-1] < ours[0] - 0.5
     np.testing.assert_allclose(ours, exact, rtol=0.02)
