@@ -120,7 +120,7 @@ def main() -> None:
                 "",
                 f"    python {' '.join(sys.argv)}",
                 "",
-                f"Medians over the steps after the first {WARM_UP}, without the last; speed-up against `{codecs[0]}` on the same link.",
+                f"Medians over the steps after the first {WARM_UP}, without the last. Speed-up: against `{codecs[0]}`, same link.",
                 "",
                 table(results, codecs),
                 "",

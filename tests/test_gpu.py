@@ -34,7 +34,7 @@ def test_snr_is_the_cpus(name):
 
 @pytest.mark.parametrize("name", [n for n, c in CODECS.items() if not c.exact])
 def test_bytes_are_nearly_the_cpus(name):
-    # The order of sums in the rotation and the last bit of a quotient may differ; of float32 scales the lowest byte then.
+    # The order of sums in the rotation and a quotient's last bit may differ; of float32 scales then the lowest byte.
     x = np.random.default_rng(0).standard_normal((1 << 16) + 8, np.float32)
     encode = jax.jit(lambda x: CODECS[name].encode(x))
     ours = np.asarray(encode(x))
