@@ -39,9 +39,9 @@ config = TrainConfig(
     data=DataConfig(train="austen", sequence_length=256),
     global_batch=32,
     optimizer=OptimizerConfig(learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20),
-    steps=300,
-    checkpoint=CheckpointConfig(every=100, keep=2),
-    evaluation=EvalConfig(every=100),
+    steps=120,
+    checkpoint=CheckpointConfig(every=60, keep=2),
+    evaluation=EvalConfig(every=60),
     workdir="runs/quickstart",
     devices="cpu:8",
 )

@@ -28,22 +28,21 @@ class Checkpoints:
     """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
 
     def __init__(self, folder: str | Path, config: CheckpointConfig):
-        # Orbax is slow to import, and says a lot through absl.
-        import orbax.checkpoint as ocp
-
-        for name in ("absl", "orbax"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        self._ocp = ocp
         self.folder = Path(folder).absolute()
         self._config = config
         self._manager = self._open()
 
     def _open(self):
-        ocp = self._ocp
         if self._config.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
         elif not self.folder.is_dir():
             return None
+        # Imported where it is used: it takes seconds, and it says a lot through absl.
+        import orbax.checkpoint as ocp
+
+        for name in ("absl", "orbax"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._ocp = ocp
         options = ocp.CheckpointManagerOptions(max_to_keep=self._config.keep, enable_async_checkpointing=True)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),

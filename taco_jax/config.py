@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import json
 import re
+import types
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -210,6 +212,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
 
     `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
     """
+    _check_types(config)
     for key in (
         "steps",
         "global_batch",
@@ -269,6 +272,22 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_codecs(config, codecs)
     parse_devices(config.devices)
     return config
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    """Values that an experiment file set to something else than the field's type; the command line cannot."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        key, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+        # A bool is an int to Python, and an int will do for a float.
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{key}={value!r}: must be of type {names}, is {type(value).__name__}")
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{key}.")
 
 
 def _check_batch(config: TrainConfig) -> None:

@@ -279,7 +279,11 @@ def _finish(config: TrainConfig, record: dict[str, Any]) -> None:
         say("tensor-parallel activation traffic: none")
     places = []
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
-        places += [f"loss curve {plot.draw([workdir], workdir / PLOT)}", f"metrics {workdir / METRICS}"]
+        try:
+            places.append(f"loss curve {plot.draw([workdir], workdir / PLOT)}")
+        except ImportError as error:
+            places.append(f"no loss curve ({error})")
+        places.append(f"metrics {workdir / METRICS}")
     if config.checkpoint.enabled:
         places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
     say("; ".join(places))

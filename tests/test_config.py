@@ -37,7 +37,7 @@ def experiment(tmp_path, text, name="run.py"):
 
 
 def test_defaults_are_valid_and_serialisable():
-    config = check(TrainConfig())
+    config = check(TrainConfig(gpu_memory_gb=80))
     assert json.loads(json.dumps(to_dict(config)))["compression"]["forward"] == "taco"
 
 
@@ -147,6 +147,11 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"optimizer.min_learning_rate": 1.0}, "optimizer.min_learning_rate=1.0: must not exceed learning_rate=0.0003"),
         ({"devices": "tpu"}, "devices='tpu': must be 'cpu:N'"),
         ({"steps": 0}, "steps=0: must be at least 1"),
+        ({"steps": "7"}, "steps='7': must be of type int, is str"),
+        ({"stop_after": True}, "stop_after=True: must be of type int or None, is bool"),
+        ({"mesh": 4}, "mesh=4: must be of type MeshConfig, is int"),
+        ({"compression.plan": ["taco"]}, "compression.plan=['taco']: must be of type dict, is list"),
+        ({"optimizer.beta1": "0.9"}, "optimizer.beta1='0.9': must be of type float, is str"),
         ({"stop_after": 0}, "stop_after=0"),
         ({"evaluation.batches": -1}, "evaluation.batches=-1"),
     ],

@@ -185,6 +185,14 @@ def test_non_finite_steps_stop_the_run(tmp_path, capsys):
     assert "SKIPPED" in capsys.readouterr().out
 
 
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    config = make_config(tmp_path / "run", dry_run=True)
+    assert train(config) is None
+    out = capsys.readouterr().out
+    assert '"dry_run": true' in out and "layers/mlp/down" in out and "fits" in out
+    assert not (tmp_path / "run").exists()
+
+
 def test_exit_codes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("taco_jax.train.train", lambda config: (_ for _ in ()).throw(TrainingError("not finite")))
     assert cli.run(main, []) == 1 and capsys.readouterr().err == "error: not finite\n"

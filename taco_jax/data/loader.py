@@ -79,8 +79,11 @@ class Batches(Iterator[np.ndarray]):
         self._seek(0)
 
     def _seek(self, samples: int) -> None:
-        # grain is imported here, so that everything else works on machines without it.
-        import grain
+        # Imported where it is used, so that everything else works on machines without it.
+        try:
+            import grain
+        except ImportError:
+            raise DataError("training data: the package grain is missing; pip install grain") from None
 
         self.samples = samples
         ordered = grain.MapDataset.source(self.windows).seed(self.seed).shuffle().repeat()
