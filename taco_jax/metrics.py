@@ -86,7 +86,10 @@ def step_line(record: dict[str, Any], steps: int, eta_seconds: float | None) -> 
 
 
 def _number(value: float | None, form: str) -> str:
-    return "n/a" if value is None else format(value, form)
+    if value is None:
+        return "n/a"
+    # A loss that ran away would fill the line with digits.
+    return format(value, form if abs(value) < 1e9 else ".3g")
 
 
 def duration(seconds: float | None) -> str:

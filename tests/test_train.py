@@ -180,7 +180,7 @@ def test_non_finite_steps_stop_the_run(tmp_path, capsys):
     with pytest.raises(TrainingError, match="step 3: loss or gradient not finite for 2 steps in a row"):
         train(config)
     records = read_records(tmp_path / "run" / "metrics.jsonl")
-    assert [r["skipped"] for r in records] == [0, 1, 1] and records[1]["loss"] is None
+    assert [r["skipped"] for r in records] == [0, 1, 1] and records[1]["grad_norm"] is None
     assert saved_steps(tmp_path / "run") == []
     assert "SKIPPED" in capsys.readouterr().out
 
