@@ -19,6 +19,7 @@ from taco_jax import cli, data
 from taco_jax.checkpoint import Checkpoints
 from taco_jax.config import ConfigError, TrainConfig, check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
+from taco_jax.models.params import count_params
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
 
 
@@ -87,15 +88,15 @@ class Run:
         self.config, self.program, self.checkpoints, self.batches = config, program, checkpoints, batches
         self.validation_tokens = validation_tokens
         self.stop = min(config.steps, config.stop_after or config.steps)
-        self.step = 0
+        self.step, self.first = 0, 1
         self.state: Any = None
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
-        self.comm_bytes, self.comm_bytes_bf16 = program.table.total("activation")
         devices = jax.local_devices()
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.comm_bytes = self.comm_bytes_bf16 = 0.0
         self.clock: float | None = None
         self.timed_step = 0
         self.seconds_per_step: float | None = None
@@ -108,7 +109,6 @@ class Run:
         if chosen is None:
             self.state = self.program.init(jax.random.key(config.seed))
         else:
-            moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
             self.state, run, remarks = self.checkpoints.restore(
                 chosen,
                 self.program.state_shapes,
@@ -117,6 +117,7 @@ class Run:
             )
             self.batches.restore(run["data"])
             self.step = chosen
+            moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
             if moved:
                 remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
             say(f"resumed from step {chosen}")
@@ -132,7 +133,7 @@ class Run:
 
     def announce(self, mesh, train_tokens: int, validation_tokens: int) -> None:
         config = self.config
-        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.program.state_shapes.params))
+        parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
         say(
@@ -146,6 +147,10 @@ class Run:
         )
         if self.step >= self.stop:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
+        else:
+            say("compiling")
+        # Tracing the step, which takes seconds, records what it sends.
+        self.comm_bytes, self.comm_bytes_bf16 = self.program.table.total("activation")
 
     def loop(self) -> None:
         config = self.config
@@ -155,6 +160,7 @@ class Run:
             if config.metrics.snr_every:
                 self.program.step_with_stats  # noqa: B018
             say(f"compiled in {time.perf_counter() - start:.0f} s")
+        self.first = self.step + 1
         pending: tuple[int, int, Any] | None = None
         while self.step < self.stop:
             self.step += 1
@@ -181,22 +187,23 @@ class Run:
     def finish(self, step: int, samples: int, out: Any, *, validate: bool = False) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn."""
         values = dict(jax.device_get(out))
-        shown = step == 1 or step % self.config.metrics.every == 0 or validate or values["skipped"] or "stats" in values
         in_a_row = int(values.pop("skipped_in_a_row"))
-        if shown:
+        hopeless = in_a_row >= self.config.max_skipped_in_a_row
+        turn = step == self.first or step % self.config.metrics.every == 0
+        if turn or validate or values["skipped"] or "stats" in values:
             self.record = self._timed(step, samples, values)
-        if validate:
-            self.record |= self.validate()
-        if shown:
+            if validate and not hopeless:
+                self.record |= self.validate()
             self.recorder.write(self.record)
             left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
             say(step_line(self.record, self.config.steps, left))
-        if validate and "validation_loss" in self.record:
+        # The run's last validation is among its last lines.
+        if validate and step < self.stop and "validation_loss" in self.record:
             say(
                 f"step {step}: validation loss {self.record['validation_loss']:.4f}, "
                 f"perplexity {self.record['validation_perplexity']:.2f}"
             )
-        if in_a_row >= self.config.max_skipped_in_a_row:
+        if hopeless:
             raise TrainingError(
                 f"step {step}: loss or gradient not finite for {in_a_row} steps in a row (max_skipped_in_a_row="
                 f"{self.config.max_skipped_in_a_row}); the parameters are those of the last finite step and were not "
