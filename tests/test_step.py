@@ -1,0 +1,227 @@
+"""The training step: one curve on every mesh, the same bits on every run, and only the messages that the table lists."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hlo import collectives
+
+from taco_jax.codec import CODECS, UNCALIBRATED
+from taco_jax.config import (
+    CompressionConfig,
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from taco_jax.mesh import make_mesh
+from taco_jax.step import build, resolve_plan, summarise_stats
+
+MODEL = ModelConfig(
+    vocab_size=300, d_model=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_mlp=128, qkv_bias=True, max_length=64
+)
+CONFIG = TrainConfig(
+    model=MODEL,
+    compression=CompressionConfig("none", "none"),
+    data=DataConfig(sequence_length=32),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=3),
+    global_batch=8,
+    steps=20,
+    compute_dtype="float32",
+)
+TACO = dataclasses.replace(CONFIG, compression=CompressionConfig(), mesh=MeshConfig(dp=2, tp=4))
+
+
+def on(dp=1, tp=1, config=CONFIG, **changes):
+    return dataclasses.replace(config, mesh=MeshConfig(dp=dp, tp=tp), **changes)
+
+
+def program(config):
+    return build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
+
+
+def batch(config, step=0):
+    shape = (config.global_batch, config.data.sequence_length + 1)
+    return np.random.default_rng(step).integers(0, config.model.vocab_size // 4, shape, np.int32)
+
+
+def train(config, steps, corrupt=None):
+    """(losses, final state, program); `corrupt(state)` changes the state before the first step."""
+    p = program(config)
+    state, losses = p.init(jax.random.key(config.seed)), []
+    state = state if corrupt is None else corrupt(state)
+    for i in range(steps):
+        state, metrics = p.step(state, {"tokens": jax.device_put(batch(config, i), p.batch_sharding)})
+        losses.append(float(metrics["loss"]))
+    return losses, state, p
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train(CONFIG, 20)[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tp=2),
+        dict(tp=4),
+        dict(dp=2, tp=4),
+        dict(tp=8, sequence_parallel=True),
+        dict(dp=4, tp=2, accumulation=2, remat="full"),
+        dict(dp=2, tp=2, sequence_parallel=True, accumulation=2, remat="dots"),
+    ],
+    ids=str,
+)
+def test_exact_curve_is_the_same_on_every_mesh(changes, reference):
+    np.testing.assert_allclose(train(on(**changes), 20)[0], reference, rtol=1e-5)
+    assert reference[-1] < reference[0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+def test_exact_curve_with_a_padded_vocabulary(tp):
+    model = dataclasses.replace(MODEL, vocab_size=50_257, d_model=32)
+    config = dataclasses.replace(CONFIG, model=model)
+    np.testing.assert_allclose(train(on(tp=tp, config=config), 20)[0], train(config, 20)[0], rtol=1e-5)
+
+
+def test_repeats_bit_for_bit_and_moves_every_leaf():
+    before = leaves(program(TACO).init(jax.random.key(0)).params)
+    runs = [train(TACO, 3) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    for one, two in zip(leaves(runs[0][1]), leaves(runs[1][1]), strict=True):
+        np.testing.assert_array_equal(one, two)
+    for old, new in zip(before, leaves(runs[0][1].params), strict=True):
+        # Padding rows of the vocabulary stay zero; everything else moves.
+        assert (old != new).any()
+
+
+def test_replicas_are_bit_identical():
+    _, state, _ = train(dataclasses.replace(TACO, sequence_parallel=True), 3)
+    checked = 0
+    for leaf in jax.tree.leaves((state.params, state.opt_state, state.scales)):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            first = shards.setdefault(str(shard.index), data)
+            np.testing.assert_array_equal(first, data)
+            checked += first is not data
+    assert checked > 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(remat="full", compute_dtype="bfloat16"),
+        dict(sequence_parallel=True, remat="full"),
+        dict(sequence_parallel=True, remat="dots", accumulation=2, compression=CompressionConfig("int4h", "mxfp8")),
+        dict(mesh=MeshConfig(dp=4, tp=2), remat="dots", compression=CompressionConfig("e4m3", "int6h")),
+    ],
+    ids=str,
+)
+def test_the_compiled_step_sends_what_the_table_lists(changes):
+    """Every activation-sized collective is uint8 with exactly wire_bytes, none is repeated, none gathers over dp."""
+    config = dataclasses.replace(TACO, **changes)
+    p = program(config)
+    listed = [row for row in p.table.rows() if row.kind == "activation"]
+    assert all(row.codec in CODECS and row.codec != "none" for row in listed)
+    sent = collectives(p.step)
+    u8 = sorted(c for c in sent if c[1] == "uint8")
+    assert u8 == sorted(h for row in listed for h in row.hlo)
+    # What is not uint8 is listed as exact or is a scalar of the optimiser; none of it is as large as a message.
+    others = [c for c in sent if c[1] != "uint8"]
+    exact = [h for row in p.table.rows() if row.kind == "other" for h in row.hlo]
+    gathers = sorted(c for c in others if c[0] != "all-reduce")
+    assert gathers == sorted(h for h in exact if h[0] != "all-reduce")
+    listed_sums = sum(elements for opcode, _, elements in exact if opcode == "all-reduce")
+    norms = len(jax.tree.leaves(p.state_shapes.params)) + 1
+    found_sums = sum(elements for opcode, _, elements in others if opcode == "all-reduce")
+    assert listed_sums <= found_sums <= listed_sums + 2 * norms
+
+
+def test_traffic_ratio_of_taco():
+    # Messages whose quarters fill whole 1,024-byte tiles: 4,096 tokens x 128 over 4 ranks.
+    model = dataclasses.replace(MODEL, d_model=128)
+    config = on(2, 4, TACO, model=model, data=DataConfig(sequence_length=64), global_batch=128)
+    sent, bf16 = program(config).table.total()
+    assert round(bf16 / sent, 3) == 1.984
+
+
+def test_compressed_curve_follows_the_exact_one(reference):
+    losses = train(dataclasses.replace(TACO, compute_dtype="bfloat16"), 20)[0]
+    np.testing.assert_allclose(losses, reference, rtol=0.02)
+
+
+def test_a_non_finite_step_changes_nothing_but_the_position():
+    def break_norm(state):
+        params = dict(state.params, final_norm=jax.tree.map(lambda a: a * np.inf, state.params["final_norm"]))
+        return dataclasses.replace(state, params=params)
+
+    p = program(TACO)
+    before = leaves(break_norm(p.init(jax.random.key(0))))
+    _, state, _ = train(TACO, 2, corrupt=break_norm)
+    assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (2, 2, 2)
+    counters = dataclasses.replace(state, step=0, skipped=0, skipped_in_a_row=0)
+    same = dataclasses.replace(break_norm(p.init(jax.random.key(0))), step=0, skipped=0, skipped_in_a_row=0)
+    for old, new in zip(leaves(same), leaves(counters), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert before
+
+
+def test_counter_of_steps_in_a_row_starts_again():
+    state = dataclasses.replace(program(TACO).init(jax.random.key(0)), skipped_in_a_row=np.int32(3))
+    _, state, _ = train(TACO, 1, corrupt=lambda fresh: dataclasses.replace(fresh, skipped_in_a_row=jax.device_put(
+        np.int32(3), fresh.skipped_in_a_row.sharding)))  # fmt: skip
+    assert int(state.skipped_in_a_row) == 0 and int(state.skipped) == 0
+
+
+def test_sites_calibrate_in_their_own_directions():
+    _, state, p = train(TACO, 3)
+    sequence_parallel = train(dataclasses.replace(TACO, sequence_parallel=True), 1)[1]
+    used = {site: (np.asarray(s.exponents).reshape(-1, 2) != UNCALIBRATED).all(0) for site, s in state.scales.items()}
+    forward_only, backward_only = [True, False], [False, True]
+    expected = {"embed": forward_only, "layers/attn/out": forward_only, "layers/mlp/down": forward_only,
+                "layers/attn/qkv": backward_only, "layers/mlp/up": backward_only, "head": backward_only}  # fmt: skip
+    assert {site: list(directions) for site, directions in used.items()} == expected
+    assert all((np.asarray(s.exponents) != UNCALIBRATED).all() for s in sequence_parallel.scales.values())
+
+
+def test_statistics_of_the_sites():
+    config = dataclasses.replace(TACO, compression=CompressionConfig("taco", "int8h"))
+    _, state, p = train(config, 3)
+    _, metrics = p.step_with_stats(state, {"tokens": jax.device_put(batch(config, 3), p.batch_sharding)})
+    sites = summarise_stats(metrics["stats"])
+    assert set(sites) == {
+        "embed/forward", "layers/attn/out/forward", "layers/mlp/down/forward",
+        "layers/attn/qkv/backward", "layers/mlp/up/backward", "head/backward",
+    }  # fmt: skip
+    for name, values in sites.items():
+        low, high = (29, 36) if name.endswith("forward") else (39, 50)
+        assert low < values["snr_db"] < high, name
+        assert values["clipped"] == 0 and values["flushed"] < 0.15
+
+
+def test_the_plan_reaches_the_step():
+    compression = CompressionConfig("taco", "taco", plan={"layers/mlp/*": "int4h:int8h", "head": "none"})
+    config = dataclasses.replace(TACO, compression=compression)
+    rows = {(row.site, row.direction): row.codec for row in program(config).table.rows() if row.kind == "activation"}
+    assert rows["layers/mlp/down", "forward"] == "int4h"
+    assert rows["layers/mlp/up", "backward"] == "int8h"
+    assert rows["layers/attn/out", "forward"] == "taco"
+    assert rows["head", "backward"] == "none"
+    with pytest.raises(ConfigError, match=r"'layers/mlq/\*' matches no site: did you mean 'layers/mlp/up'"):
+        resolve_plan(dataclasses.replace(config, compression=CompressionConfig(plan={"layers/mlq/*": "taco"})))
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ValueError, match="needs 16 devices, there are 8 .*--devices cpu:16"):
+        make_mesh(dp=2, tp=8)
