@@ -109,9 +109,9 @@ def test_logits_never_exist_at_once():
     mesh = make_mesh(tp=tp)
 
     def step(x, head, targets, weights):
-        loss = lambda x, head: vocab.cross_entropy(
-            x, head, targets, weights, "tp", vocab_size=vocabulary, chunk=chunk
-        )[0]
+        def loss(x, head):
+            return vocab.cross_entropy(x, head, targets, weights, "tp", vocab_size=vocabulary, chunk=chunk)[0]
+
         return jax.value_and_grad(loss, argnums=(0, 1))(x, head)
 
     specs = (P(), P(None, "tp"), P(), P())

@@ -32,7 +32,9 @@ class Parallel:
     sequence_parallel: bool = False
     """Keep activations between matrix products cut along L: psum_scatter and all_gather instead of all-reduces."""
     remat: str = "none"
-    """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
+    """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication.
+
+    none also keeps each layer's weights as cast to `dtype`, dots and full cast them again."""
     dtype: Any = jnp.bfloat16
     """Type of activations, and of weights at use; norms, softmax, rotary positions and loss are float32 in any case."""
     attention_implementation: str | None = None
