@@ -1,8 +1,8 @@
 """Step time, loss and memory of one experiment with several codecs over several links, side by side.
 
-Runs the trainer once per link and codec, in turn, each in its own process, and writes one table.
-
     python experiments/link_study.py --config experiments/qwen7b.py --out experiments/results/qwen7b_tp4
+
+Runs the trainer once per link and codec, in turn, each in its own process; other flags go to the trainer.
 
 links     nvlink: as the machine is. host: NCCL_P2P_DISABLE=1, through host memory. socket: NCCL_SHM_DISABLE=1 too.
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/<link>-<codec>.jsonl (metrics)
@@ -11,15 +11,15 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import runs
 
 LINKS = {
     "nvlink": {},
@@ -29,18 +29,6 @@ LINKS = {
 WARM_UP = 5  # steps that the median leaves out: allocation, autotuning, first collectives
 
 
-def run(config: str, link: str, codec: str, workdir: Path, extra: list[str], timeout: float) -> list[dict]:
-    """The metrics of one training run, one record a step. RuntimeError with the end of its output if it fails."""
-    command = [sys.executable, "-m", "taco_jax.train", "--config", config, "--workdir", str(workdir)]
-    command += ["--compression.forward", codec, "--compression.backward", codec, *extra]
-    environment = os.environ | LINKS[link] | {"PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    print(done.stdout[-1500:], flush=True)
-    if done.returncode:
-        raise RuntimeError(f"{link}/{codec}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 def summarise(records: list[dict]) -> dict:
     """Median step time after the warm-up, its spread, first and last loss, and the peak memory of the device."""
     # The last step is waited for at once, out of the phase of the others.
@@ -48,44 +36,35 @@ def summarise(records: list[dict]) -> dict:
     peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
     return {
         "ms": 1e3 * statistics.median(times),
-        "spread": 1e3 * (max(times) - min(times)),
-        "first": records[0]["loss"],
-        "last": records[-1]["loss"],
+        "spread_ms": 1e3 * (max(times) - min(times)),
+        "first_loss": records[0]["loss"],
+        "last_loss": records[-1]["loss"],
         "steps": records[-1]["step"],
         "peak_gb": max(peaks) / 1e9 if peaks else float("nan"),
         "comm_mb": records[-1]["comm_bytes"] / 1e6,
     }
 
 
-def table(results: dict[tuple[str, str], dict], codecs: list[str]) -> str:
-    """Markdown; speed-up is against the first codec on the same link."""
-    rows = [
-        "| link | codec | step ms (median) | spread ms | speed-up | loss first | loss last | peak GB | MB sent a step |"
-    ]
-    rows.append("|---|---|---|---|---|---|---|---|---|")
-    for (link, codec), r in results.items():
-        base = results.get((link, codecs[0]))
-        ratio = f"{base['ms'] / r['ms']:.2f}x" if base else "n/a"
-        rows.append(
-            f"| {link} | {codec} | {r['ms']:.1f} | {r['spread']:.1f} | {ratio} | {r['first']:.4f} | {r['last']:.4f} | "
-            f"{r['peak_gb']:.1f} | {r['comm_mb']:.1f} |"
-        )
-    return "\n".join(rows)
+def with_speedup(results: dict[str, dict[str, dict]], codecs: list[str]) -> dict[str, dict[str, dict]]:
+    """{link: {codec: values}} with "speedup" against the first codec on the same link."""
+    for of_link in results.values():
+        if codecs[0] in of_link:
+            for values in of_link.values():
+                values["speedup"] = of_link[codecs[0]]["ms"] / values["ms"]
+    return results
 
 
-def nested(results: dict[tuple[str, str], dict], codecs: list[str]) -> dict:
-    """The table as {link: {codec: values}}, with "speedup" against the first codec on the same link."""
-    out: dict = {}
-    for (link, codec), r in results.items():
-        base = results.get((link, codecs[0]))
-        out.setdefault(link, {})[codec] = r | ({"speedup": base["ms"] / r["ms"]} if base else {})
-    return out
-
-
-def hardware() -> str:
-    """What the runs ran on, as JAX and the driver say. In a process of its own, so that no memory is taken here."""
-    code = "import jax; d = jax.devices(); print(len(d), 'x', d[0].device_kind, '/ jax', jax.__version__)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout.strip()
+def table(results: dict[str, dict[str, dict]]) -> str:
+    columns = ("step ms (median)", "spread ms", "speed-up", "first loss", "last loss", "peak GB", "MB sent a step")
+    lines = [f"| link | codec | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for link, of_link in results.items():
+        for codec, r in of_link.items():
+            ratio = f"{r['speedup']:.2f}x" if "speedup" in r else "n/a"
+            lines.append(
+                f"| {link} | {codec} | {r['ms']:.1f} | {r['spread_ms']:.1f} | {ratio} | {r['first_loss']:.4f} | "
+                f"{r['last_loss']:.4f} | {r['peak_gb']:.1f} | {r['comm_mb']:.1f} |"
+            )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -96,39 +75,35 @@ def main() -> None:
     parser.add_argument("--codecs", default="none,taco")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
-    args, extra = parser.parse_known_args()
+    args, flags = parser.parse_known_args()
     codecs = args.codecs.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
-    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     results, failures = {}, []
     for link in args.links.split(","):
         for codec in codecs:
             with tempfile.TemporaryDirectory() as folder:
                 workdir = Path(folder) / "run"
                 try:
-                    records = run(args.config, link, codec, workdir, extra, args.timeout)
+                    records = runs.train(
+                        args.config, workdir, [*runs.codec_flags(codec), *flags], env=LINKS[link], timeout=args.timeout
+                    )
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     failures.append(f"{link}/{codec}: {error}")
                     print("FAILED", failures[-1], flush=True)
                     continue
-                shutil.copy(workdir / "metrics.jsonl", args.out / f"{link}-{codec}.jsonl")
-            results[link, codec] = summarise(records)
-            text = [
-                f"# {Path(args.config).stem}: codecs over links",
+                shutil.copy(workdir / "metrics.jsonl", args.out / f"{link}-{codec.replace(':', '-')}.jsonl")
+            results.setdefault(link, {})[codec] = summarise(records)
+            report = [
+                *runs.header(f"{Path(args.config).stem}: codecs over links", args.commit),
+                f"Medians over the steps after the first {WARM_UP}, without the last.",
+                f"Speed-up: against `{codecs[0]}` on the same link.",
                 "",
-                f"date {datetime.date.today()}, commit {commit}, {hardware()}",
-                "",
-                f"    python {' '.join(sys.argv)}",
-                "",
-                f"Medians over the steps after the first {WARM_UP}, without the last. Speed-up: against `{codecs[0]}`, same link.",
-                "",
-                table(results, codecs),
-                "",
-                *(f"failed: {f.splitlines()[0]}" for f in failures),
+                table(with_speedup(results, codecs)),
+                *(f"\nfailed: {f.splitlines()[0]}" for f in failures),
             ]
-            (args.out / "README.md").write_text("\n".join(text).rstrip() + "\n")
-            (args.out / "summary.json").write_text(json.dumps(nested(results, codecs), indent=1) + "\n")
-            print(table(results, codecs), flush=True)
+            (args.out / "README.md").write_text("\n".join(report) + "\n")
+            (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+            print(table(results), flush=True)
     if failures:
         sys.exit(1)
 

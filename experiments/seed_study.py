@@ -1,0 +1,107 @@
+"""Does compression change the loss? One experiment with several codecs, each with the same seeds.
+
+    python experiments/seed_study.py --config experiments/quickstart.py --codecs none,taco --seeds 0,1,2 \
+        --out experiments/results/quickstart
+
+Runs the trainer once per seed and codec ("forward:backward" names a pair), in its own process; other flags go to the
+trainer. Finished runs of OUT are kept, so a study can be continued or extended.
+
+criterion  per seed the relative difference of the validation loss to the first codec's; compressed training counts as
+           equal if the mean difference is within 0.5 % or within one standard deviation of the first codec's losses
+output     OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/loss.png,
+           OUT/<codec>-<seed>.jsonl (metrics)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import runs
+
+
+def summarise(losses: dict[str, dict[str, float]], base: str) -> dict:
+    """{codec: {"mean", "std", "difference" (mean over paired seeds, relative), "equal"}} from {codec: {seed: loss}}."""
+    reference = losses[base]
+    spread = statistics.stdev(reference.values()) if len(reference) > 1 else 0.0
+    out = {}
+    for codec, of_codec in losses.items():
+        seeds = [s for s in of_codec if s in reference]
+        mean = statistics.mean(of_codec[s] for s in seeds)
+        difference = statistics.mean(of_codec[s] / reference[s] - 1 for s in seeds)
+        absolute = abs(mean - statistics.mean(reference[s] for s in seeds))
+        out[codec] = {
+            "mean": mean,
+            "std": statistics.stdev(of_codec.values()) if len(of_codec) > 1 else 0.0,
+            "difference": difference,
+            "equal": abs(difference) <= 0.005 or absolute <= spread,
+            "seeds": {s: of_codec[s] for s in seeds},
+        }
+    return out
+
+
+def table(summary: dict, ratios: dict[str, float]) -> str:
+    lines = ["| codec | traffic ratio | validation loss, mean | std | difference | equal | by seed |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for codec, r in summary.items():
+        seeds = ", ".join(f"{s}: {loss:.4f}" for s, loss in r["seeds"].items())
+        lines.append(
+            f"| {codec} | {ratios[codec]:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {r['difference']:+.2%} | "
+            f"{'yes' if r['equal'] else 'no'} | {seeds} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codecs", default="none,taco")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--commit", default=None, help="commit to name where there is no git")
+    args, flags = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    codecs = args.codecs.split(",")
+    losses: dict[str, dict[str, float]] = {codec: {} for codec in codecs}
+    ratios, seconds = {}, {}
+    for seed in args.seeds.split(","):
+        for codec in codecs:
+            kept = args.out / f"{codec.replace(':', '-')}-{seed}.jsonl"
+            if not kept.exists():
+                with tempfile.TemporaryDirectory() as folder:
+                    workdir = Path(folder) / f"{codec}-{seed}"
+                    runs.train(args.config, workdir, [*runs.codec_flags(codec), "--seed", seed, *flags])
+                    shutil.copy(workdir / "metrics.jsonl", kept)
+            records = [json.loads(line) for line in kept.read_text().splitlines()]
+            losses[codec][seed] = records[-1]["validation_loss"]
+            ratios[codec] = records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1)
+            seconds[codec] = statistics.median(r["step_seconds"] for r in records)
+        summary = summarise(losses, codecs[0])
+        for codec in codecs:
+            summary[codec] |= {"ratio": ratios[codec], "step_seconds": seconds[codec], "steps": records[-1]["step"]}
+        report = [*runs.header(f"{Path(args.config).stem}: codecs by seed", args.commit), table(summary, ratios)]
+        (args.out / "README.md").write_text("\n".join(report) + "\n\n![loss](loss.png)\n")
+        (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        print(table(summary, ratios), flush=True)
+    draw(args.out, codecs, args.seeds.split(",")[0])
+
+
+def draw(out: Path, codecs: list[str], seed: str) -> None:
+    """The loss curves of one seed on one picture."""
+    from taco_jax import plot
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = []
+        for codec in codecs:
+            folders.append(Path(folder) / codec.replace(":", "-"))
+            folders[-1].mkdir()
+            shutil.copy(out / f"{codec.replace(':', '-')}-{seed}.jsonl", folders[-1] / "metrics.jsonl")
+        plot.draw(folders, out / "loss.png")
+
+
+if __name__ == "__main__":
+    main()
