@@ -122,7 +122,7 @@ def local_shape(dense: Dense, in_features: int, out_features: int, *, initializi
     return in_features, out_features // lax.axis_size(dense.axis) if dense.kind == "column" else out_features
 
 
-def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None) -> jax.Array:
+def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None, sizes=None) -> jax.Array:
     """y of the layer.
 
     Args:
@@ -130,11 +130,12 @@ def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None) 
       kernel: [in_features, out_features]; bias: [out_features] or None. Inside a region the local shards.
       scales: exponents int32[2] and slot float32[2, K] or None, both the same on every device. The slot's cotangent is
         the maximum over devices.
+      sizes: the global (in_features, out_features) if known, for checking local shards.
     """
     exponents, slot = scales or SiteScales()
     if in_region():
         check_region(dense.axis, NAME)
-        _check_local(dense, x, kernel)
+        _check_local(dense, x, kernel, sizes)
         return _local(dense, x, kernel, bias, exponents, slot)
     mesh = known_mesh(dense)
     if mesh is None:
@@ -217,9 +218,13 @@ def _per_device_bwd(axes, site, _, ct):
 _per_device.defvjp(_per_device_fwd, _per_device_bwd)
 
 
-def _check_local(dense: Dense, x, kernel) -> None:
+def _check_local(dense: Dense, x, kernel, sizes) -> None:
     inside = f"{NAME}(kind={dense.kind!r}) inside jax.shard_map"
-    whole = dense.axis not in varying_axes(kernel) and lax.axis_size(dense.axis) > 1
+    ranks, kernel_dim = lax.axis_size(dense.axis), dense.kernel_names.index(dense.axis)
+    whole = sizes is not None and kernel.shape[kernel_dim] * ranks != sizes[kernel_dim]
+    # Where nothing varies at all, Flax's nn.scan is only asking for shapes.
+    if dense.kind == "row" and ranks > 1 and varying_axes(x):
+        whole |= dense.axis not in varying_axes(x) | varying_axes(kernel)
     if whole or x.shape[-1] != kernel.shape[0]:
         features = "its shard of the features" if dense.kind == "row" else "all features"
         raise ValueError(

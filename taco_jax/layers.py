@@ -122,4 +122,4 @@ class CompressedDense(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         scales = None if self.dense.compression is None else SiteScales(self.exponents[...], self.amax_slot[...])
-        return dense.apply(self.dense, x, self.kernel[...], bias, scales)
+        return dense.apply(self.dense, x, self.kernel[...], bias, scales, (self.in_features, self.out_features))

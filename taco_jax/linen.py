@@ -65,9 +65,9 @@ class CompressedDense(nn.Module):
         exponents = slot = None
         if layer.compression is not None:
             new = new_scale_state()
-            exponents = self._state(SITE_SCALE, "exponents", new.exponents)
-            self._state(SITE_SCALE, "history", new.history)
-            slot = self._state(OVERWRITE_WITH_GRADIENT, SLOT_NAME, jnp.zeros((2, 1), jnp.float32))
+            exponents = self._site_state(SITE_SCALE, "exponents", new.exponents)
+            self._site_state(SITE_SCALE, "history", new.history)
+            slot = self._site_state(OVERWRITE_WITH_GRADIENT, SLOT_NAME, jnp.zeros((2, 1), jnp.float32))
         if self.is_initializing():
             return dense.apply_unsharded(layer, x, kernel, bias)
         return dense.apply(layer, x, kernel, bias, SiteScales(exponents, slot))
@@ -77,7 +77,7 @@ class CompressedDense(nn.Module):
         value = self.param(name, nn.with_partitioning(init, names), shape, self.param_dtype, unbox=False)
         return value.unbox(apply_constraint=False) if isinstance(value, nn.Partitioned) else nn.unbox(value)
 
-    def _state(self, collection, name, value):
+    def _site_state(self, collection, name, value):
         if not (self.is_initializing() or self.has_variable(collection, name)):
             return None
         return self.variable(collection, name, lambda: jnp.asarray(value)).value
