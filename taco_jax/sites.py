@@ -121,13 +121,14 @@ def current_calls() -> int:
 def add(
     site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None, hlo=()
 ) -> None:
-    """Records a message if a table is being recorded; `sent`: its bytes per call, by default the exact operation's."""
+    """Records a message if a table is being recorded; `sent` and `hlo` are by default those of the exact operation."""
     table = _table.get()
     if table is None or ranks == 1:
         return
     calls = current_calls() if calls is None else calls
     share = _SENT[op](ranks)
     sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
+    hlo = hlo or ((HLO_OPCODE[op], str(dtype), elements // ranks if op == "psum_scatter" else elements),)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     bf16 = share * elements * 2
     table.add(
@@ -140,9 +141,7 @@ def exact(site: str, direction: str, op: str, axis, x, *, kind: str = "other") -
 
     `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name.
     """
-    elements = math.prod(x.shape)
-    hlo = ((HLO_OPCODE[op], str(x.dtype), elements),)
-    add(site, direction, op, axis, lax.axis_size(axis), elements, x.dtype, kind=kind, hlo=hlo)
+    add(site, direction, op, axis, lax.axis_size(axis), math.prod(x.shape), x.dtype, kind=kind)
 
 
 HLO_OPCODE = {

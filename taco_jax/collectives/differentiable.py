@@ -191,5 +191,4 @@ def _join(y, dim: int, tiled: bool):
 
 def _record_exact(op: str, message: Message, x, elements: int) -> None:
     label = message.label
-    sites.add(label.site, label.direction, op, message.axis, message.ranks, elements, x.dtype, calls=label.calls,
-              hlo=((sites.HLO_OPCODE[op], str(x.dtype), elements),))  # fmt: skip
+    sites.add(label.site, label.direction, op, message.axis, message.ranks, elements, x.dtype, calls=label.calls)

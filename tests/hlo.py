@@ -1,0 +1,35 @@
+"""What compiled programs send: collectives counted in XLA's own text."""
+
+import collections
+import math
+import re
+
+OPCODES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+DTYPES = {"u8": "uint8", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "s32": "int32", "s8": "int8"}
+_LINE = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(OPCODES)})(?:-start)?\(")
+_SHAPE = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
+
+
+def collectives(compiled) -> list[tuple[str, str, int]]:
+    """(opcode, dtype, elements of the output on one device) of every collective of a compiled program, sorted."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    found = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match:
+            # A tuple, as XLA writes an all-to-all on CPU, is one message in several arrays.
+            shapes = _SHAPE.findall(match.group(1))
+            elements = sum(math.prod(int(n) for n in dims.split(",") if n) for _, dims in shapes)
+            found.append((match.group(2), DTYPES[shapes[0][0]], elements))
+    return sorted(found)
+
+
+def counts(compiled) -> dict[str, int]:
+    """How often each opcode stands in the program; the body of a loop counts once."""
+    return dict(collections.Counter(opcode for opcode, _, _ in collectives(compiled)))
+
+
+def program(lowered) -> str:
+    """The compiled text without what names the source: equal for equal programs."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", lowered.compile().as_text())
+    return text[text.index("ENTRY") :]

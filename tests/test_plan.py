@@ -1,0 +1,85 @@
+"""Compression and Plan: which site uses what, and errors that name the nearest valid thing."""
+
+import dataclasses
+
+import pytest
+
+from taco_jax import CODECS, Codec, Compression, Plan
+from taco_jax.plan import as_compression
+
+SITES = ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head")
+
+
+def test_first_match_wins():
+    down = Compression("int6h", "taco")
+    plan = Plan({"layers/*/down": down, "layers/*": "int8h", "head": None, "*": "taco"})
+    resolved = plan.resolve(SITES)
+    assert resolved == {
+        "embed": Compression("taco", "taco"),
+        "layers/attn/qkv": Compression("int8h", "int8h"),
+        "layers/attn/out": Compression("int8h", "int8h"),
+        "layers/mlp/up": Compression("int8h", "int8h"),
+        "layers/mlp/down": down,
+        "head": None,
+    }
+    assert list(resolved) == list(SITES)
+
+
+def test_sites_without_a_pattern_are_exact_or_the_default():
+    assert Plan({"head": "taco"}).resolve(SITES)["embed"] is None
+    with_default = Plan({"head": None}, default="int8h").resolve(SITES)
+    assert with_default["embed"] == Compression("int8h", "int8h") and with_default["head"] is None
+    assert Plan({}).resolve(SITES) == dict.fromkeys(SITES)
+
+
+def test_patterns_are_case_sensitive_globs():
+    assert Plan({"layers/[am]*/*": "taco"}).resolve(SITES)["layers/mlp/up"] is not None
+    with pytest.raises(ValueError, match="plan pattern 'Head' matches no site"):
+        Plan({"Head": "taco"}).resolve(SITES)
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest_site():
+    with pytest.raises(
+        ValueError, match=r"plan pattern 'layers/mlp/dwn' matches no site: did you mean 'layers/mlp/down'"
+    ):
+        Plan({"layers/mlp/dwn": "taco", "*": "taco"}).resolve(SITES)
+    with pytest.raises(ValueError, match="sites are embed, layers/attn/qkv"):
+        Plan({"zzz*": "taco"}).resolve(SITES)
+
+
+def test_as_compression():
+    assert as_compression(None) is None
+    assert as_compression("none") is None and as_compression(CODECS["none"]) is None
+    assert as_compression(Compression("none", "none")) is None
+    assert as_compression("taco") == Compression("taco", "taco")
+    codec = Codec("int6", 64, "hadamard")
+    assert as_compression(codec) == Compression(codec, codec)
+    one_way = Compression("taco", "none")
+    assert as_compression(one_way) is one_way and not one_way.is_exact
+
+
+def test_compression_is_a_hashable_value():
+    assert Compression() == Compression(forward="taco", backward="taco", min_bytes=None, algorithm="auto", link="auto")
+    assert len({Compression(), Compression("taco"), Compression("int8h")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Compression().forward = "int8h"
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"forward": "tacoo"}, r"codec='tacoo' is unknown: did you mean 'taco'\?"),
+        ({"backward": "int4"}, r"codec='int4' is unknown: did you mean 'int4h'\?"),
+        ({"algorithm": "twoshot"}, "algorithm='twoshot' is unknown: valid are auto, one_shot, two_shot"),
+        ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink"),
+        ({"min_bytes": -1}, "min_bytes=-1: must be 0 or more"),
+    ],
+)
+def test_bad_values(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Compression(**arguments)
+
+
+def test_a_plan_checks_its_values_at_once():
+    with pytest.raises(ValueError, match="codec='tacoo' is unknown"):
+        Plan({"*": "tacoo"})
