@@ -109,6 +109,11 @@ def can_place(mesh) -> bool:
     return mesh is not None and len(set(mesh.axis_types)) == 1 and AxisType.Manual not in mesh.axis_types
 
 
+def can_constrain(mesh) -> bool:
+    """Whether jax.lax.with_sharding_constraint shards on this mesh, instead of asserting that it is done."""
+    return mesh is not None and set(mesh.axis_types) == {AxisType.Auto}
+
+
 def in_region() -> bool:
     """True inside any shard_map, whatever its manual axes."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)

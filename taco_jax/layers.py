@@ -109,7 +109,13 @@ class CompressedDense(nnx.Module):
             placement = {"eager_sharding": False}
 
         def parameter(init, shape, names):
-            return nnx.Param(init(rngs.params(), shape, param_dtype), out_sharding=names, **placement)
+            value, metadata = init(rngs.params(), shape, param_dtype), {"out_sharding": names, **placement}
+            if isinstance(
+                value, nnx.VariableMetadata
+            ):  # of an nnx.with_partitioning of the user's: parameters cut finer
+                metadata |= {key: given for key, given in value.metadata.items() if given is not None}
+                value = value.raw_value
+            return nnx.Param(value, **metadata)
 
         self.kernel = parameter(kernel_init, (in_features, out_features), self.dense.kernel_names)
         self.bias = parameter(bias_init, (out_features,), self.dense.bias_names) if use_bias else nnx.data(None)

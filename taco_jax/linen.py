@@ -73,8 +73,15 @@ class CompressedDense(nn.Module):
         return dense.apply(layer, x, kernel, bias, SiteScales(exponents, slot))
 
     def _parameter(self, name, init, shape, names):
-        # Unboxed here: flax would constrain the value to its names, which Explicit axes take as an assertion.
-        value = self.param(name, nn.with_partitioning(init, names), shape, self.param_dtype, unbox=False)
+        mesh = self.mesh if dense.can_constrain(self.mesh) else None
+
+        def boxed(*arguments):
+            value = init(*arguments)
+            # A box of the user's own initializer wins: parameters cut over more axes.
+            return value if isinstance(value, nn.meta.AxisMetadata) else nn.Partitioned(value, names, mesh)
+
+        value = self.param(name, boxed, shape, self.param_dtype, unbox=False)
+        # Without the constraint, which Explicit axes take as an assertion: the shard_map places the value.
         return value.unbox(apply_constraint=False) if isinstance(value, nn.Partitioned) else nn.unbox(value)
 
     def _site_state(self, collection, name, value):

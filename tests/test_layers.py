@@ -188,6 +188,24 @@ def test_parameters_are_created_sharded_where_the_mesh_is_known(types):
             np.testing.assert_array_equal(layer.kernel[...], nnx.Linear(D, F, rngs=nnx.Rngs(0)).kernel[...])
 
 
+def test_partition_metadata_with_a_mesh():
+    mesh = make_mesh(dp=2, tp=4)
+    split = lambda array, *names: array.sharding.is_equivalent_to(NamedSharding(mesh, P(*names)), array.ndim)
+    layer = linen.CompressedDense(F, mesh=mesh)
+    assert split(nn.unbox(layer.init(jax.random.key(0), jnp.zeros((1, D))))["params"]["kernel"], None, "tp")
+    # Metadata of the user's own initializer wins: parameters that are cut over dp as well.
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("dp", "tp"))
+    finer, layer = (CompressedDense(D, F, mesh=mesh, rngs=nnx.Rngs(0), **o) for o in ({"kernel_init": kernel_init}, {}))
+    assert split(finer.kernel[...], "dp", "tp")
+    x_BLD, _ = data()
+    np.testing.assert_allclose(finer(x_BLD), layer(x_BLD), rtol=1e-6, atol=1e-6)
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), ("dp", "tp"))
+    layer = linen.CompressedDense(F, mesh=mesh, kernel_init=kernel_init)
+    variables = layer.init(jax.random.key(0), x_BLD)
+    assert nn.get_partition_spec(variables)["params"]["kernel"] == P("dp", "tp")
+    assert layer.apply(variables, x_BLD).shape == (8, 8, F)
+
+
 def test_batch_axes():
     mesh = make_mesh(dp=2, pp=2, tp=2)
     x_BLD, _ = data(batch=6)
