@@ -1,6 +1,6 @@
 """Quickstart: a small Qwen-architecture model on real English text, on any machine with two CPU cores.
 
-trains     0.9M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of
+trains     2.9M parameters (3 layers, width 256, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of
            Jane Austen's novels, which come with the package; every tensor-parallel message is compressed in both
            directions
 hardware   8 emulated CPU devices, dp 2 x tp 4; two cores and 4 GB of memory
@@ -25,23 +25,23 @@ from taco_jax.config import (
 config = TrainConfig(
     model=ModelConfig(
         vocab_size=256,
-        d_model=128,
-        n_layers=4,
+        d_model=256,
+        n_layers=3,
         n_heads=8,
         n_kv_heads=4,
-        head_dim=16,
-        d_mlp=384,
+        head_dim=32,
+        d_mlp=768,
         max_length=256,
         qkv_bias=True,
     ),
     mesh=MeshConfig(dp=2, tp=4),
-    # A message has 16 x 256 x 128 elements: each of the four ranks' parts fills whole 1,024-byte tiles of the wire.
-    data=DataConfig(train="austen", sequence_length=256),
+    # A message has 16 x 128 x 256 elements: each of the four ranks' parts fills whole 1,024-byte tiles of the wire.
+    data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,
     optimizer=OptimizerConfig(learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20),
-    steps=120,
-    checkpoint=CheckpointConfig(every=60, keep=2),
-    evaluation=EvalConfig(every=60),
+    steps=180,
+    checkpoint=CheckpointConfig(every=90, keep=2),
+    evaluation=EvalConfig(every=90),
     workdir="runs/quickstart",
     devices="cpu:8",
 )
