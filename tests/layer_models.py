@@ -129,16 +129,19 @@ def loss_outside(apply):
 
 
 def loss_inside(apply, mesh, specs, sequence_dim):
-    """The same loss and gradients, taken inside a shard_map over the whole mesh."""
+    """The same loss, and the gradients of all variables but the scales, taken inside a shard_map over the whole mesh."""
     axes = ("dp",) if sequence_dim is None else ("dp", "tp")
     x_spec = P("dp") if sequence_dim is None else P("dp", "tp")
 
     def run(variables, x_BLD, y_BLD):
         def body(variables, x, y):
-            loss = lambda v, x: lax.psum(jnp.sum((apply(v, x) - y) ** 2), axes) / y_BLD.size
-            return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
+            rest = {k: v for k, v in variables.items() if k != "scales"}
+            fixed = {k: v for k, v in variables.items() if k == "scales"}
+            loss = lambda v, x: lax.psum(jnp.sum((apply({**v, **fixed}, x) - y) ** 2), axes) / y_BLD.size
+            return jax.value_and_grad(loss, argnums=(0, 1))(rest, x)
 
-        in_specs, out_specs = (specs, x_spec, x_spec), (P(), (specs, x_spec))
+        outputs = {k: spec for k, spec in specs.items() if k != "scales"}
+        in_specs, out_specs = (specs, x_spec, x_spec), (P(), (outputs, x_spec))
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(variables, x_BLD, y_BLD)
 
     return run

@@ -96,14 +96,13 @@ def test_site_scales_inside_a_region_and_stacked(twin):
     x_BLD, y_BLD = data()
     variables, specs, apply = build(twin, stack=True, mesh=mesh, compression="taco")
     outside = slot_gradients(apply, variables, x_BLD, y_BLD)["slots"]
-    scales = variables.pop("scales")
-    specs = {k: s for k, s in specs.items() if k in variables}
-    run = loss_inside(lambda v, x: apply({**v, "scales": scales}, x), mesh, specs, None)
-    _, (inside, _) = jax.jit(run)(variables, x_BLD, y_BLD)
+    _, (inside, _) = jax.jit(loss_inside(apply, mesh, specs, None))(variables, x_BLD, y_BLD)
     for slot, same in zip(jax.tree.leaves(outside), jax.tree.leaves(inside["slots"]), strict=True):
         assert slot.shape == (LAYERS, 2, 1) and (slot.sum((1, 2)) > 0).all()
         np.testing.assert_allclose(slot, same, rtol=1e-3)
-    exponents = [v for k, v in by_name(taco_jax.update_scales(scales, outside)).items() if k.endswith("exponents")]
+    exponents = [
+        v for k, v in by_name(taco_jax.update_scales(variables["scales"], outside)).items() if k.endswith("exponents")
+    ]
     assert all(e.shape == (LAYERS, 2) and (e != taco_jax.UNCALIBRATED).sum() == LAYERS for e in exponents)
 
 

@@ -36,21 +36,20 @@ def run_gradients(twin, where, types, tp, sequence_dim, compression, stack=False
     mesh = make_mesh(dp=8 // tp, tp=tp, explicit=types == "explicit")
     x_BLD, y_BLD = data()
     variables, _, apply = build(twin, stack)
-    _, reference = jax.jit(loss_outside(apply))({"params": variables["params"]}, x_BLD, y_BLD)
-    x_BLD, y_BLD = (jax.device_put(a, NamedSharding(mesh, P("dp"))) for a in (x_BLD, y_BLD))
+    _, (wanted, wanted_x) = jax.jit(loss_outside(apply))({"params": variables["params"]}, x_BLD, y_BLD)
+    spec = P("dp") if sequence_dim is None else P("dp", "tp")
+    x_BLD, y_BLD = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x_BLD, y_BLD))
     with jax.set_mesh(mesh) if types == "explicit" else contextlib.nullcontext():
         options = {"mesh": mesh, "compression": compression, "sequence_dim": sequence_dim}
         variables, specs, apply = build(twin, stack, **options)
-        variables, specs = {"params": variables["params"]}, {"params": specs["params"]}
         if where == "inside":
-            variables = place(variables, specs, mesh)
-            spec = P("dp", "tp") if sequence_dim is not None else P("dp")
-            x_BLD, y_BLD = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x_BLD, y_BLD))
             run = loss_inside(apply, mesh, specs, sequence_dim)
+            variables = place(variables, specs, mesh)
         else:
             run = loss_outside(apply)
-        _, gradients = jax.jit(run)(variables, x_BLD, y_BLD)
-    check_gradients(gradients, reference, compression)
+            variables = {"params": variables["params"]}
+        _, (gradients, gradient_x) = jax.jit(run)(variables, x_BLD, y_BLD)
+    check_gradients((gradients["params"], gradient_x), (wanted["params"], wanted_x), compression)
 
 
 PAIRWISE = [
