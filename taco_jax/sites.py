@@ -123,7 +123,7 @@ def add(
 ) -> None:
     """Records a message if a table is being recorded; `sent` and `hlo` are by default those of the exact operation."""
     table = _table.get()
-    if table is None or ranks == 1:
+    if table is None or ranks == 1 or elements == 0:
         return
     calls = current_calls() if calls is None else calls
     share = _SENT[op](ranks)

@@ -182,7 +182,19 @@ def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, sm
     key_data = (
         None if key is None else jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     )
-    return apply(Operation(name, forward, backward, **own), x, scales.exponents, scales.slot, key_data)
+    operation = Operation(name, forward, backward, **own)
+    if x.size == 0:
+        return _nothing(operation, x)
+    return apply(operation, x, scales.exponents, scales.slot, key_data)
+
+
+def _nothing(operation, x):
+    """What the operation makes of an empty array, without a collective: XLA on CPU crashes in some (jax 0.11)."""
+    shape = jax.eval_shape(lambda x: apply(operation, x, None, None, None), x).shape
+    invarying = operation.name == "psum" or operation.to == "invarying"
+    varying = varying_axes(x).difference(axis_tuple(operation.forward.axis)) if invarying else varying_axes(x)
+    y = to_varying(jnp.zeros(shape, x.dtype), varying)
+    return to_varying(y, operation.forward.axis) if operation.name == "copy" else y
 
 
 def _exact(site, op, axis, x, run, ranks: int = 1):
