@@ -129,7 +129,7 @@ def loss_outside(apply):
 
 
 def loss_inside(apply, mesh, specs, sequence_dim):
-    """The same loss, and the gradients of all variables but the scales, taken inside a shard_map over the whole mesh."""
+    """The same loss, and its gradients but for the scales, taken inside a shard_map over the whole mesh."""
     axes = ("dp",) if sequence_dim is None else ("dp", "tp")
     x_spec = P("dp") if sequence_dim is None else P("dp", "tp")
 
