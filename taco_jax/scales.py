@@ -100,11 +100,6 @@ def update_scales(state: Any, grads: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, [new[path] for path in leaves])
 
 
-def reduce_slots(slot: jax.Array) -> jax.Array:
-    """Slots float32[devices, 2, K] of one use -> amax float32[2]."""
-    return slot[..., 0].max(0)
-
-
 def _names(path) -> tuple[str, ...]:
     """A leaf's path as names. An NNX variable's own key, its last, is not one of them."""
     names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
