@@ -2,8 +2,8 @@
 
     python -m taco_jax.train --config experiments/qwen7b.py --dry-run
 
-Memory comes from the shapes and shardings of the state and from XLA's own analysis of the compiled step; communication from the
-site table that tracing the step recorded. Nothing is a formula of its own.
+Memory comes from the shapes and shardings of the state and from XLA's own analysis of the compiled step; communication
+from the site table that tracing the step recorded. Nothing is a formula of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. peak: XLA's arguments + outputs + temporaries - aliased (donated) buffers of the compiled step."""
+    """Bytes on one device. peak: XLA's arguments + outputs + temporaries - donated buffers of the compiled step."""
 
     params: int
     optimizer: int
@@ -57,7 +57,7 @@ def memory(program: step_lib.Program) -> Memory:
 
 
 def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
-    """The dry run's text: the resolved config, memory per device with a verdict, and the table of communication sites."""
+    """The dry run's text: resolved config, memory per device with a verdict, the table of communication sites."""
     mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp) if mesh is None else mesh
     program = step_lib.build(config, mesh)
     sections = [_config_text(config), _kernel_text(program), _memory_text(config, program), _site_text(program)]
@@ -73,7 +73,7 @@ def _kernel_text(program: step_lib.Program) -> str:
 
     device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
-    codecs = {c for _, comp in program._parallel.plan if comp is not None for c in (comp.forward, comp.backward)}
+    codecs = {c for _, comp in program.parallel.plan if comp is not None for c in (comp.forward, comp.backward)}
     for codec in sorted(codecs, key=str):
         name, reason = backend.choose(codec, device, program.config.compute_dtype)
         lines.append(f"  {codec!s:12} {name}: {reason}")
@@ -92,7 +92,8 @@ def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
         (f"peak by XLA's memory_analysis ({backend} backend)", m.peak),
     ]
     fits = m.peak <= config.gpu_memory_gb * GB
-    verdict = f"{'fits' if fits else 'does NOT fit'} {config.gpu_memory_gb:g} GB: {m.peak / GB / config.gpu_memory_gb:.0%} used"
+    share = m.peak / GB / config.gpu_memory_gb
+    verdict = f"{'fits' if fits else 'does NOT fit'} {config.gpu_memory_gb:g} GB: {share:.0%} used"
     note = "" if backend == "gpu" else f"; the {backend} backend plans its temporaries differently from a GPU's"
     lines = [f"  {name:60} {size / GB:10.3f} GB" for name, size in rows]
     return "\n".join(["memory per device", *lines, f"  verdict: {verdict}{note}"])
@@ -100,18 +101,19 @@ def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
 
 def _site_text(program: step_lib.Program) -> str:
     rows = program.table.rows()
-    head = f"  {'site':34} {'direction':9} {'operation':13} {'axis':9} {'codec':12} {'calls':>6} {'MB/step':>10} {'bits':>7} {'ratio':>6}"
-    lines = ["communication per step, sent by one device (bits per element and ratio against bf16)", head]
+    columns = ("site", "direction", "operation", "axis", "codec", "calls", "MB/step", "bits", "ratio")
+    layout = "  {:34} {:9} {:13} {:9} {:12} {:>6} {:>10} {:>7} {:>6}"
+    title = "communication per step, sent by one device (bits per element and ratio against bf16)"
+    lines = [title, layout.format(*columns)]
     for r in sorted(rows, key=lambda r: (r.kind, r.site)):
         ratio = r.bytes_bf16 / r.bytes if r.bytes else 1.0
-        lines.append(
-            f"  {r.site:34} {r.direction:9} {r.op:13} {'x'.join(r.axis):9} {r.codec:12} {r.calls:6d} {r.bytes / 1e6:10.3f} "
-            f"{r.bits_per_element:7.3f} {ratio:6.3f}"
-        )
+        numbers = (r.calls, f"{r.bytes / 1e6:.3f}", f"{r.bits_per_element:.3f}", f"{ratio:.3f}")
+        lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers))
     sent, bf16 = program.table.total()
     everything, _ = program.table.total(None)
     if sent:
-        lines.append(f"  TP activation traffic {sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less than bf16's {bf16 / 1e6:.3f} MB")
+        saving = f"{bf16 / sent:.3f}x less than bf16 ({bf16 / 1e6:.3f} MB)"
+        lines.append(f"  TP activation traffic {sent / 1e6:.3f} MB a step, {saving}")
     else:
         lines.append("  TP activation traffic: none (tp 1)")
     lines.append(f"  all traffic {everything / 1e6:.3f} MB a step")

@@ -42,8 +42,8 @@ def block_signs(block: int) -> np.ndarray:
 
 
 def _transform(x: jax.Array) -> jax.Array:
-    # One matrix product with +-1, exact but for the sum; the scale 1/sqrt(B) comes last. On a CPU it is faster than a butterfly
-    # or H_a (x) H_b, which pass over memory more often.
+    # One matrix product with +-1, exact but for the sum; the scale 1/sqrt(B) comes last. On a CPU it is faster than a
+    # butterfly or H_a (x) H_b, which pass over memory more often.
     block = x.shape[-1]
     z = jnp.matmul(x, hadamard_signs(block), precision=jax.lax.Precision.HIGHEST)
     return z * np.float32(1.0 / np.sqrt(block))

@@ -1,8 +1,9 @@
 """The training step: one jitted program that donates its state.
 
-A full-manual shard_map over (dp, pp, tp) holds forward pass, gradient and the sum over dp; around it, in the same program, the
-optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32: the float32 parameters are made
-varying over dp before they are cast, so that autodiff leaves that sum to us and accumulated microbatches need it once.
+A full-manual shard_map over (dp, pp, tp) holds forward pass, gradient and the sum over dp; around it, in the same
+program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32: the
+float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and accumulated
+microbatches need it once.
 
 Dim letters: A microbatches, B sequences, L tokens, K slot width.
 """
@@ -27,7 +28,7 @@ from taco_jax.mesh import AXES
 from taco_jax.models import decoder
 from taco_jax.models.parallel import Parallel
 from taco_jax.plan import Compression, Plan
-from taco_jax.scales import ScaleState, SiteScales, new_scale_state, update_scale_state
+from taco_jax.scales import SiteScales, new_scale_state, update_scale_state
 from taco_jax.tensor_parallel import to_varying
 
 
@@ -36,8 +37,8 @@ from taco_jax.tensor_parallel import to_varying
 class TrainState:
     """What a step reads and writes.
 
-    step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site name ->
-    ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else.
+    step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
+    name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else.
     """
 
     step: Any
@@ -63,18 +64,18 @@ def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
 class Program:
     """The compiled programs of one configuration on one mesh.
 
-    step(state, batch) -> (state, metrics); step_with_stats also measures every site; eval_step(state, batch) -> (sum of the negative
-    log-likelihoods in nats, number of predicted tokens). A batch is {"tokens": int32[B, L + 1]}, sharded P("dp"); eval_step also
-    takes "weights" float32[B, L] (0 leaves a token out).
+    step(state, batch) -> (state, metrics); step_with_stats also measures every site; eval_step(state, batch) -> (sum of
+    the negative log-likelihoods in nats, number of predicted tokens). A batch is {"tokens": int32[B, L + 1]}, sharded
+    P("dp"); eval_step also takes "weights" float32[B, L] (0 leaves a token out).
 
-    metrics: float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, skipped_in_a_row; with statistics also "stats",
-    site name -> float32[(layers,) 2, len(codec.STATS)], the sums over devices (the maximum for amax).
+    metrics: float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, skipped_in_a_row; with statistics
+    also "stats", site name -> float32[(layers,) 2, len(codec.STATS)], the sums over devices (the maximum for amax).
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.batch_sharding = NamedSharding(mesh, P("dp"))
-        self._parallel = Parallel(
+        self.parallel = Parallel(
             plan=resolve_plan(config),
             sequence_parallel=config.sequence_parallel,
             remat=config.remat,
@@ -86,7 +87,7 @@ class Program:
         self._param_specs = decoder.param_specs(config.model, config.mesh.tp)
         self._site_shapes = {
             site: (config.model.n_layers,) if site.startswith("layers/") else ()
-            for site, compression in self._parallel.plan
+            for site, compression in self.parallel.plan
             if compression is not None
         }
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps)
@@ -101,7 +102,9 @@ class Program:
 
     def _new_state(self, key) -> TrainState:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
-        scales = {site: new_scale_state(shape, self.config.compression.history) for site, shape in self._site_shapes.items()}
+        scales = {
+            site: new_scale_state(shape, self.config.compression.history) for site, shape in self._site_shapes.items()
+        }
         zero = np.int32(0)
         return TrainState(zero, params, self._optimizer.init(params), jax.tree.map(jnp.asarray, scales), zero, zero)
 
@@ -114,7 +117,11 @@ class Program:
             P(),
             self._param_specs,
             optax.tree_utils.tree_map_params(
-                self._optimizer, lambda _, spec: spec, shapes.opt_state, self._param_specs, transform_non_params=lambda _: P()
+                self._optimizer,
+                lambda _, spec: spec,
+                shapes.opt_state,
+                self._param_specs,
+                transform_non_params=lambda _: P(),
             ),
             replicated(shapes.scales),
             P(),
@@ -137,16 +144,18 @@ class Program:
     @functools.cached_property
     def table(self) -> sites.Table:
         """Every communication of `step`."""
-        self.lowered
-        return self._table
+        return self._traced[1]
 
-    @functools.cached_property
+    @property
     def lowered(self):
         """The step traced and lowered, not compiled."""
+        return self._traced[0]
+
+    @functools.cached_property
+    def _traced(self):
         with sites.record() as table:
             lowered = self._jitted(with_stats=False).lower(self.state_shapes, self.batch_shapes)
-        self._table = table
-        return lowered
+        return lowered, table
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -247,7 +256,13 @@ class Program:
     def _loss(self, params, exponents, slots, tokens_BL, weights_BL):
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
         return decoder.loss(
-            params, tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp"), self.config.model, self._parallel, scales
+            params,
+            tokens_BL[:, :-1],
+            tokens_BL[:, 1:],
+            to_varying(weights_BL, "dp"),
+            self.config.model,
+            self.parallel,
+            scales,
         )
 
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
@@ -256,9 +271,9 @@ class Program:
 
 
 def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """`metrics["stats"]` of one step -> site/direction -> {"snr_db", "clipped", "flushed"} (shares of all elements), over layers.
+    """`metrics["stats"]` of one step -> site/direction -> {"snr_db", "clipped", "flushed"}, over all layers.
 
-    Sites and directions that sent nothing compressed are left out.
+    Clipped and flushed are shares of all elements. Sites and directions that sent nothing compressed are left out.
     """
     out = {}
     for site, measures in stats.items():

@@ -1,4 +1,4 @@
-"""The training step: one curve on every mesh, the same bits on every run, and only the messages that the table lists."""
+"""The training step: one curve on every mesh, the same bits on every run, and only the messages that are listed."""
 
 import dataclasses
 
