@@ -37,7 +37,7 @@ def _check_dtype(dtype, name: str) -> None:
         )
 
 
-def _choose(key: str, value, valid: tuple[str, ...]) -> None:
+def check_choice(key: str, value, valid: tuple[str, ...]) -> None:
     if value in valid:
         return
     near = difflib.get_close_matches(str(value), valid, 1)
@@ -65,10 +65,10 @@ class Codec:
     rounding: str = "nearest"
 
     def __post_init__(self):
-        _choose("element", self.element, (*ELEMENTS, "none"))
-        _choose("rotation", self.rotation, ROTATIONS)
-        _choose("scale", self.scale, block_scale.SCALES)
-        _choose("rounding", self.rounding, ROUNDINGS)
+        check_choice("element", self.element, (*ELEMENTS, "none"))
+        check_choice("rotation", self.rotation, ROTATIONS)
+        check_choice("scale", self.scale, block_scale.SCALES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
         if self.block not in (8, 16, 32, 64, 128, 256, 512):
             raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128")
         if self.scale == "site" and not self.exact and ELEMENTS[self.element].nan is None:
@@ -240,7 +240,7 @@ def as_codec(codec: str | Codec | None) -> Codec:
         return CODECS["none"]
     if isinstance(codec, Codec):
         return codec
-    _choose("codec", codec, tuple(CODECS))
+    check_choice("codec", codec, tuple(CODECS))
     return CODECS[codec]
 
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import sites
-from taco_jax.codec import Codec, _choose
+from taco_jax.codec import Codec, check_choice
 from taco_jax.collectives import check_region, to_varying
 from taco_jax.compat import varying_axes
 from taco_jax.dense_layout import activation_specs, typed
@@ -50,7 +50,7 @@ class Dense:
     site: str = ""
 
     def __post_init__(self):
-        _choose("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, KINDS)
         try:
             compression = as_compression(self.compression)
         except ValueError as error:
@@ -74,9 +74,9 @@ class Dense:
 
     def check_mesh(self, mesh) -> None:
         """Raises ValueError for an axis that the mesh does not have."""
-        _choose("axis", self.axis, mesh.axis_names)
+        check_choice("axis", self.axis, mesh.axis_names)
         for axis in self.batch_axes or ():
-            _choose("batch_axes", axis, tuple(a for a in mesh.axis_names if a != self.axis))
+            check_choice("batch_axes", axis, tuple(a for a in mesh.axis_names if a != self.axis))
 
     def check_features(self, in_features: int, out_features: int, mesh) -> None:
         """Raises ValueError unless the axis divides the features that it splits."""

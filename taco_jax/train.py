@@ -178,20 +178,23 @@ class Run:
             save = last or self.step % config.checkpoint.every == 0
             if validate or save:
                 # Read the metrics first: a run that has to stop must not save or validate any more.
-                self.finish(*pending, validate=validate)
+                self.finish(*pending, validate=validate, flushed=True)
                 pending = None
                 if save:
                     self.save()
                 self.clock, self.timed_step = time.perf_counter(), self.step
 
-    def finish(self, step: int, samples: int, out: Any, *, validate: bool = False) -> None:
-        """Waits for the metrics of `step`, and prints and records them if it is their turn."""
+    def finish(self, step: int, samples: int, out: Any, *, validate: bool = False, flushed: bool = False) -> None:
+        """Waits for the metrics of `step`, and prints and records them if it is their turn.
+
+        flushed: no later step is under way, so the metrics come sooner after the step's start than those of the others.
+        """
         values = dict(jax.device_get(out))
         in_a_row = int(values.pop("skipped_in_a_row"))
         hopeless = in_a_row >= self.config.max_skipped_in_a_row
         turn = step == self.first or step % self.config.metrics.every == 0
         if turn or validate or values["skipped"] or "stats" in values:
-            self.record = self._timed(step, samples, values)
+            self.record = self._timed(step, samples, values, flushed)
             if validate and not hopeless:
                 self.record |= self.validate()
             self.recorder.write(self.record)
@@ -210,9 +213,12 @@ class Run:
                 f"saved again. Try a lower optimizer.learning_rate or compression.backward none"
             )
 
-    def _timed(self, step: int, samples: int, values: dict[str, Any]) -> dict[str, Any]:
+    def _timed(self, step: int, samples: int, values: dict[str, Any], flushed: bool) -> dict[str, Any]:
         config, now = self.config, time.perf_counter()
         seconds = (now - self.clock) / (step - self.timed_step)
+        if flushed and self.seconds_per_step is not None:
+            # Its own time would be out of phase with the others' and too short: it repeats the recent steps' mean.
+            seconds = self.seconds_per_step
         self.clock, self.timed_step = now, step
         # The remaining time follows the recent steps.
         old = self.seconds_per_step
