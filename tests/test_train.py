@@ -109,15 +109,15 @@ def test_records(whole):
     assert saved_steps(workdir) == [4, 6]
 
 
-def test_stopped_and_resumed_is_bit_for_bit(whole, tmp_path):
-    """--stop-after leaves the schedule alone; parameters, optimiser, scales, data and seed all come back."""
-    workdir, _ = whole
-    resumed = tmp_path / "resumed"
-    train(make_config(resumed, stop_after=3))
-    assert saved_steps(resumed) == [3] and len(losses(resumed)) == 3
-    train(make_config(resumed))
-    assert losses(resumed) == losses(workdir)
-    a, b = saved(workdir, 6), saved(resumed, 6)
+def test_ten_steps_are_five_a_resume_and_five(tmp_path):
+    """Bit for bit: --stop-after keeps the schedule; parameters, optimiser, scales, data and seed all come back."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(make_config(whole, steps=10))
+    train(make_config(resumed, steps=10, stop_after=5))
+    assert saved_steps(resumed) == [4, 5] and len(losses(resumed)) == 5
+    train(make_config(resumed, steps=10))
+    assert losses(resumed) == losses(whole)
+    a, b = saved(whole, 10), saved(resumed, 10)
     assert a.keys() == b.keys() and any("scales" in name for name in a) and any("mu" in name for name in a)
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
