@@ -100,6 +100,20 @@ def test_gradient_of_copy(ranks, algorithm):
     assert counts(f.lower(x, w_P).compile()) == expected[algorithm]
 
 
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_second_derivatives(name):
+    """Codes have no derivative of their own: differentiated as they are, parts of the gradient's gradient vanish."""
+    f, x_P = COLLECTIVES[name][0], x_of(2)
+
+    def second(module, **codec):
+        square = lambda x: jnp.sum(f(module, x**2, **codec) ** 2)
+        return np.asarray(per_rank(jax.grad(lambda x: jnp.sum(jax.grad(square)(x) * jnp.cos(x))), 2)(x_P))
+
+    expected = second(lax)
+    np.testing.assert_allclose(second(taco_jax, codec="none"), expected, rtol=1e-5, atol=1e-5)
+    assert relative(second(taco_jax, codec="int8h"), expected) < 0.05
+
+
 def test_copy_of_a_varying_value_raises():
     with pytest.raises(ValueError, match="copy: x already varies over 'tp'"):
         per_rank(lambda x: taco_jax.copy(x, "tp", codec="taco"), 2)(x_of(2))

@@ -1,5 +1,6 @@
 """Compressed collectives: values against a numpy model, bytes against compiled HLO, equal bits on all ranks."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -204,6 +205,14 @@ def test_stochastic_rounding_differs_on_every_rank_and_hop():
     assert (summed(2, 4) != one).any()
     with pytest.raises(ValueError, match="needs key="):
         per_rank(lambda x: taco_jax.psum(x, "tp", codec=codec), 2, invarying_out=True)(x_P[:2])
+
+
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, functools.partial(jax.random.key, impl="rbg")])
+def test_keys_of_every_kind(make):
+    x_P, key = np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32), make(0)
+    codec = dataclasses.replace(CODECS["int8h"], rounding="stochastic")
+    loss = lambda x: jnp.sum(taco_jax.psum(x, "tp", codec=codec, key=key) ** 2) / 2
+    np.testing.assert_allclose(per_rank(jax.grad(loss), 2)(x_P)[0], x_P.sum(0), atol=0.2)
 
 
 @pytest.mark.parametrize("operation", ["two_shot", "one_shot", "psum_scatter", "all_gather"])

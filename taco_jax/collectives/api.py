@@ -179,13 +179,12 @@ def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, sm
         Message(axis, c, algorithm, with_stats, Label(site, direction, calls))
         for c, direction in zip(codecs, ("forward", "backward"), strict=True)
     )
-    key_data = (
-        None if key is None else jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    )
+    if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(jnp.asarray(key))  # of jax.random.PRNGKey
     operation = Operation(name, forward, backward, **own)
     if x.size == 0:
         return _nothing(operation, x)
-    return apply(operation, x, scales.exponents, scales.slot, key_data)
+    return apply(operation, x, scales.exponents, scales.slot, key)
 
 
 def _nothing(operation, x):

@@ -51,12 +51,12 @@ class Operation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply(operation: Operation, x, exponents, slot, key):
-    """y of the operation; exponents int32[2] or None, slot float32[2, K] or None, key uint32 key data or None."""
-    return _forward(operation, x, exponents, key)[0]
+    """y of the operation; exponents int32[2] or None, slot float32[2, K] or None, key a typed PRNG key or None."""
+    return _send(operation, "forward", x, exponents, key)[0]
 
 
 def _apply_fwd(operation, x, exponents, slot, key):
-    y, measure = _forward(operation, x, exponents, key)
+    y, measure = _send(operation, "forward", x, exponents, key)
     if operation.name != "copy":
         y = checkpoint_name(y, OUTPUT_NAME)
         measure = None if slot is None or measure is None else checkpoint_name(measure, AMAX_NAME)
@@ -65,7 +65,7 @@ def _apply_fwd(operation, x, exponents, slot, key):
 
 def _apply_bwd(operation, residuals, ct):
     measure, exponents, slot, key = residuals
-    dx, backward_measure = _backward(operation, ct, exponents, key)
+    dx, backward_measure = _send(operation, "backward", ct, exponents, key)
     if slot is None:
         return dx, None, None, None
     rows = [jnp.zeros_like(slot[0]) if m is None else _as_slot(m, slot[0]) for m in (measure, backward_measure)]
@@ -73,6 +73,26 @@ def _apply_bwd(operation, residuals, ct):
 
 
 apply.defvjp(_apply_fwd, _apply_bwd)
+
+
+# Second derivatives differentiate the rules above, and codes have no derivative: here too the transpose of each
+# direction is the other one, to any order.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _send(operation: Operation, direction: str, x, exponents, key) -> tuple[jax.Array, Any]:
+    """(result, measure or None) of one direction's message."""
+    return (_forward if direction == "forward" else _backward)(operation, x, exponents, key)
+
+
+def _send_fwd(operation, direction, x, exponents, key):
+    return _send(operation, direction, x, exponents, key), (exponents, key)
+
+
+def _send_bwd(operation, direction, residuals, ct):
+    other = "backward" if direction == "forward" else "forward"
+    return _send(operation, other, ct[0], *residuals)[0], None, None
+
+
+_send.defvjp(_send_fwd, _send_bwd)
 
 
 def _as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:
@@ -110,7 +130,6 @@ def _backward(op: Operation, ct, exponents, key):
 
 def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[jax.Array, Any]:
     """One message: (result, measure), or the exact jax.lax collective and no measure where the codec is `none`."""
-    key = None if key is None else jax.random.wrap_key_data(key)
     if name == "psum":
         if message.codec.exact or message.ranks == 1:
             return exact_psum(message, x), None
