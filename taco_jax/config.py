@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -254,7 +255,21 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
     _require(config.stop_after is None or config.stop_after >= 1, config, "stop_after", "must be at least 1")
     _require(0 < config.data.validation_fraction < 1, config, "data.validation_fraction", "must be between 0 and 1")
-    _require(config.optimizer.learning_rate > 0, config, "optimizer.learning_rate", "must be above 0")
+    for key in (
+        "optimizer.learning_rate",
+        "optimizer.eps",
+        "model.norm_eps",
+        "model.rope_theta",
+        "model.init_std",
+        "gpu_memory_gb",
+    ):
+        _require(0 < get(config, key) < math.inf, config, key, "must be above 0 and finite")
+    for key in ("optimizer.min_learning_rate", "optimizer.weight_decay"):
+        _require(0 <= get(config, key) < math.inf, config, key, "must be 0 or more and finite")
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        _require(0 <= get(config, key) < 1, config, key, "must be at least 0 and below 1")
+    _require(config.seed < 1 << 32, config, "seed", "must be below 2**32")
+    _require(config.loss_chunk is None or config.loss_chunk >= 1, config, "loss_chunk", "must be at least 1, or None")
     _require(
         config.optimizer.min_learning_rate <= config.optimizer.learning_rate,
         config,

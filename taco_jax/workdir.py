@@ -29,12 +29,26 @@ _UNREMARKABLE = (
 def open_workdir(config: TrainConfig) -> list[str]:
     """Creates the workdir, or checks that it can be resumed. Returns remarks: settings that differ from its first run.
 
-    Raises ConfigError if the path is not a workdir of ours or holds another model; the message names the fields.
+    Raises ConfigError if the path is not a workdir of ours, cannot be written or holds another model; the message names
+    the fields.
     """
+    try:
+        return _open(config)
+    except OSError as error:
+        raise ConfigError(
+            f"workdir={config.workdir}: cannot be used ({error.strerror}: {error.filename}); use another --workdir"
+        ) from None
+
+
+def _open(config: TrainConfig) -> list[str]:
     folder = Path(config.workdir)
     path = folder / CONFIG
     now = to_dict(config)
     if path.exists():
+        # Now, and not at the first save.
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
         changed = _changed(_read(path), now)
         model = [text for key, text in changed.items() if key.startswith("model.")]
         if model:
@@ -55,9 +69,12 @@ def open_workdir(config: TrainConfig) -> list[str]:
 
 def _read(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path}: corrupt ({error}); restore it or use another --workdir") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: corrupt (no config); restore it or use another --workdir")
+    return config
 
 
 def _changed(old: dict, new: dict) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 import re
 
 import pytest
@@ -154,6 +155,13 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"optimizer.beta1": "0.9"}, "optimizer.beta1='0.9': must be of type float, is str"),
         ({"stop_after": 0}, "stop_after=0"),
         ({"evaluation.batches": -1}, "evaluation.batches=-1"),
+        ({"optimizer.beta2": 1.0}, "optimizer.beta2=1.0: must be at least 0 and below 1"),
+        ({"optimizer.learning_rate": math.nan}, "optimizer.learning_rate=nan: must be above 0"),
+        ({"optimizer.weight_decay": -0.1}, "optimizer.weight_decay=-0.1: must be 0 or more"),
+        ({"model.norm_eps": 0.0}, "model.norm_eps=0.0: must be above 0"),
+        ({"gpu_memory_gb": 0}, "gpu_memory_gb=0: must be above 0"),
+        ({"loss_chunk": 0}, "loss_chunk=0: must be at least 1"),
+        ({"seed": 1 << 32}, "seed=4294967296: must be below 2**32"),
     ],
 )
 def test_rules(changes, message):

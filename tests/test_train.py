@@ -216,6 +216,15 @@ def test_refused_before_anything_is_written(tmp_path, changes, message):
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
+def test_workdir_that_cannot_be_made_or_read(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/run: cannot be used \\(Not a directory"):
+        train(make_config(tmp_path / "file" / "run"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="config.json: corrupt"):
+        train(make_config(tmp_path))
+
+
 def test_workdir_of_another_model(whole):
     other = dataclasses.replace(MODEL, n_layers=1)
     with pytest.raises(ConfigError, match="holds another model \\(model.n_layers 2 -> 1\\)"):
