@@ -157,13 +157,15 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     A last line that was cut off when its process was killed is left out; any other broken line raises ConfigError.
     """
     path = Path(path)
-    lines = path.read_text().split("\n")
+    lines = path.read_text(errors="replace").split("\n")
     records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(f"step {record['step']!r} is not an integer")
             records[record["step"]] = record
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):

@@ -122,6 +122,12 @@ def test_read_records(tmp_path):
     path.write_text('{"step": 2}\n[]\n{"step": 3}\n')
     with pytest.raises(ConfigError, match="metrics.jsonl line 2: not a record of a step"):
         read_records(path)
+    path.write_bytes(b'{"step": 2}\n{"step": "3"}\n\xff\n')
+    with pytest.raises(ConfigError, match="line 2: not a record of a step .step '3'"):
+        read_records(path)
+    path.write_bytes(b'{"step": 2}\n\xff\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match="line 2: not a record of a step"):
+        read_records(path)
 
 
 @pytest.mark.parametrize("name, package", [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
