@@ -300,11 +300,18 @@ def build(config: TrainConfig, mesh: Mesh) -> Program:
 
 
 def _attention(config: TrainConfig, mesh: Mesh) -> str | None:
+    platform, dtype = mesh.devices.flat[0].platform, config.compute_dtype
+    if config.attention_implementation == "cudnn" and (platform != "gpu" or dtype == "float32"):
+        raise ConfigError(
+            f"attention_implementation='cudnn': needs a GPU and a 16-bit compute_dtype, this run has {platform} and "
+            f"{dtype}; use 'xla' or leave it out"
+        )
+    if platform == "cpu" and dtype == "float16":
+        raise ConfigError("compute_dtype='float16': JAX has no float16 attention on CPU; use 'bfloat16' or 'float32'")
     if config.attention_implementation is not None:
         return config.attention_implementation
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
     head_dim = config.model.head_dim
-    return "cudnn" if on_gpu and config.compute_dtype != "float32" and head_dim % 8 == 0 and head_dim <= 128 else None
+    return "cudnn" if platform == "gpu" and dtype != "float32" and head_dim % 8 == 0 and head_dim <= 128 else None
 
 
 def _dp_sum(site: str, tree):

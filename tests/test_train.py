@@ -208,6 +208,8 @@ def test_exit_codes(tmp_path, monkeypatch, capsys):
         ({"data": DataConfig(train="missing.bin")}, "missing.bin: no such data file"),
         ({"data": DataConfig(sequence_length=4_000_000)}, "too short: 3797976 tokens"),
         ({"compression": CompressionConfig(plan={"layers/mpl/*": "taco"})}, "layers/mpl/*"),
+        ({"attention_implementation": "cudnn"}, "attention_implementation='cudnn': needs a GPU"),
+        ({"compute_dtype": "float16"}, "compute_dtype='float16': JAX has no float16 attention on CPU"),
     ],
 )
 def test_refused_before_anything_is_written(tmp_path, changes, message):
