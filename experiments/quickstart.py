@@ -5,7 +5,8 @@ trains     2.9M parameters (3 layers, width 256, RMSNorm, RoPE, grouped kv heads
            directions
 hardware   8 emulated CPU devices, dp 2 x tp 4; two cores and 4 GB of memory
 takes      not measured yet (the goal: under 5 minutes)
-reaches    not measured yet (the goal: below 2.39 nats per byte, which a byte bigram reaches; a trigram reaches 1.88)
+reaches    validation loss 1.66 nats per byte, exact and compressed alike (experiments/results/quickstart; a byte
+           bigram reaches 2.39, a trigram 1.88)
 command    python -m taco_jax.train --config experiments/quickstart.py
 
 The uncompressed twin: add `--compression.forward none --compression.backward none --workdir runs/quickstart-none`,

@@ -67,3 +67,13 @@ def test_no_number_without_a_source():
     prose = re.sub(versions, "", prose, flags=re.I)
     loose = re.findall(r"\d+\.\d+", prose)
     assert not loose, f"numbers without a source in the README: {loose}"
+
+
+def test_every_result_is_in_the_index_and_says_where_it_comes_from():
+    results = REPOSITORY / "experiments" / "results"
+    index = (results / "README.md").read_text()
+    folders = sorted(path.name for path in results.iterdir() if path.is_dir())
+    assert folders and all(f"({name}/README.md)" in index for name in folders)
+    for name in folders:
+        text = (results / name / "README.md").read_text()
+        assert all(f"* {field}: " in text for field in ("date", "hardware", "commit", "command")), name
