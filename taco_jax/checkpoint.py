@@ -126,13 +126,13 @@ class Checkpoints:
         args, targets = self._ocp.args, _fields(shapes)
         scales = targets.pop(_SCALES, None)
         self._manager.wait_until_finished()
-        meta = self._manager.item_metadata(step)
-        self._check_shapes(step, targets, meta["state"], vocab_size)
+        meta = self._readable(step, lambda: self._manager.item_metadata(step))
+        self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
         items = {"state": args.StandardRestore(targets, strict=False), "run": args.JsonRestore()}
         same_scales = _described(scales) == _described(_tree(meta, _SCALES))
         if same_scales and jax.tree.leaves(scales):
             items[_SCALES] = args.StandardRestore(scales)
-        found = self._manager.restore(step, args=args.Composite(**items))
+        found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
@@ -140,6 +140,18 @@ class Checkpoints:
             if not same_scales:
                 remarks.append("site scales start uncalibrated: the checkpoint's are of other sites or another history")
         return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
+
+    def _readable(self, step: int, read: Callable[[], Any]) -> Any:
+        """read(), or one line about a checkpoint whose files are damaged."""
+        try:
+            return read()
+        except (ValueError, KeyError, OSError) as error:
+            what = " ".join(str(error).split())[:100]
+            others = ", ".join(str(s) for s in self.steps() if s != step) or "no other"
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: cannot be read ({type(error).__name__}: {what}); present "
+                f"besides: {others}, see --checkpoint.resume-step"
+            ) from error
 
     def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
         want, have = _described(targets), _described(getattr(meta, "tree", meta))

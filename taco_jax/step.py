@@ -246,7 +246,14 @@ class Program:
 
         def local(params, exponents, tokens_BL, weights_BL):
             params = jax.tree.map(lambda p: to_varying(p, "dp"), params)
-            nll, count = self._loss(params, exponents, {}, tokens_BL, weights_BL)
+
+            def microbatch(carry, batch):
+                return jax.tree.map(jnp.add, carry, self._loss(params, exponents, {}, *batch)), None
+
+            # In the microbatches of a step: what can be trained can be validated.
+            cut = lambda a: a.reshape(self.config.accumulation, -1, a.shape[-1])
+            zero = to_varying(jnp.zeros(()), "dp")
+            (nll, count), _ = lax.scan(microbatch, (zero, zero), (cut(tokens_BL), cut(weights_BL)))
             return lax.psum(nll, "dp"), lax.psum(count, "dp")
 
         specs = (self._param_specs, P(), P("dp"), P("dp"))

@@ -155,6 +155,21 @@ def test_choosing_a_step(tmp_path, make_mesh):
     assert sorted(path.name for path in (tmp_path / "c.aside").iterdir()) == ["6", "6.aside-1"]
 
 
+def test_damaged_files_are_one_line(tmp_path, make_mesh):
+    mesh = make_mesh(tp=2)
+    state = put(make_state(), mesh)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, state, {"data": {}, "seed": 0})
+    largest = max((tmp_path / "c" / "4" / "state").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:10])
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"c/4: cannot be read \(.*present besides: 3, see --ch") as error:
+            checkpoints.restore(4, place(state, mesh), VOCAB, no_fresh_scales)
+        assert "\n" not in str(error.value)
+        equal(checkpoints.restore(3, place(state, mesh), VOCAB, no_fresh_scales)[0], state)
+
+
 def test_an_existing_checkpoint_is_not_written_again(tmp_path, make_mesh):
     state = put(make_state(), make_mesh())
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:

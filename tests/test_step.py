@@ -225,3 +225,16 @@ def test_the_plan_reaches_the_step():
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match="needs 16 devices, there are 8 .*--devices cpu:16"):
         make_mesh(dp=2, tp=8)
+
+
+def test_validation_needs_no_more_memory_than_a_microbatch():
+    def memory(accumulation):
+        p = program(on(dp=2, config=CONFIG, accumulation=accumulation, global_batch=32, remat="full"))
+        compiled = p.eval_step.lower(p.state_shapes, p.batch_shapes).compile()
+        state = p.init(jax.random.key(0))
+        nll, count = p.eval_step(state, {"tokens": jax.device_put(batch(p.config), p.batch_sharding)})
+        return compiled.memory_analysis().temp_size_in_bytes, float(nll), float(count)
+
+    (whole, nll, count), (parts, nll_of_parts, count_of_parts) = memory(1), memory(8)
+    assert nll_of_parts == pytest.approx(nll, rel=1e-6) and count_of_parts == count == 32 * 32
+    assert parts < whole / 2
