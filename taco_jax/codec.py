@@ -69,7 +69,7 @@ class Codec:
         check_choice("rotation", self.rotation, ROTATIONS)
         check_choice("scale", self.scale, block_scale.SCALES)
         check_choice("rounding", self.rounding, ROUNDINGS)
-        if self.block not in (8, 16, 32, 64, 128, 256, 512):
+        if isinstance(self.block, float) or self.block not in (8, 16, 32, 64, 128, 256, 512):
             raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128")
         if self.scale == "site" and not self.exact and ELEMENTS[self.element].nan is None:
             raise ValueError(
@@ -137,8 +137,9 @@ class Codec:
         """Reads a message of `encode` back: uint8[wire_bytes(n)] -> dtype[shape], n = prod(shape).
 
         A block that held an Inf or NaN is NaN throughout. Raises ValueError where the message's length is not
-        wire_bytes(n).
+        wire_bytes(n), TypeError where dtype is not one of the three.
         """
+        _check_dtype(jnp.dtype(dtype), self.name)
         n = math.prod(shape)
         if message.shape != (self.wire_bytes(n),) or message.dtype != jnp.uint8:
             raise ValueError(

@@ -31,7 +31,12 @@ class Compression:
     link: str = "auto"
 
     def __post_init__(self):
-        as_codec(self.forward), as_codec(self.backward)
+        for key in ("forward", "backward"):
+            if as_codec(getattr(self, key)).rounding == "stochastic":
+                raise ValueError(
+                    f"{key}={getattr(self, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or the "
+                    "collectives of taco_jax with key="
+                )
         for key, valid in (("algorithm", ALGORITHMS), ("link", LINKS)):
             if getattr(self, key) not in valid:
                 raise ValueError(f"{key}={getattr(self, key)!r} is unknown: valid are {', '.join(valid)}")

@@ -463,6 +463,7 @@ def test_codecs_are_hashable_values():
         ({"block": 100}, "block=100: must be a power of two from 8 to 512"),
         ({"block": 1024}, "block=1024"),
         ({"element": "e2m1", "scale": "site"}, "no code for a non-finite value"),
+        ({"block": 128.0}, "block=128.0: must be a power of two"),
     ],
 )
 def test_bad_fields(fields, message):
@@ -484,3 +485,5 @@ def test_bad_calls():
         CODECS["int8h"].decode(jnp.zeros(2048, jnp.uint8), (300,), jnp.float32)
     with pytest.raises(ValueError, match="message is"):
         CODECS["int8h"].decode(jnp.zeros(1024, jnp.int8), (300,), jnp.float32)
+    with pytest.raises(TypeError, match="dtype int32: codec 'taco' takes bfloat16"):
+        CODECS["taco"].decode(jnp.zeros(1024, jnp.uint8), (300,), jnp.int32)

@@ -73,6 +73,7 @@ def test_compression_is_a_hashable_value():
         ({"algorithm": "twoshot"}, "algorithm='twoshot' is unknown: valid are auto, one_shot, two_shot"),
         ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink"),
         ({"min_bytes": -1}, "min_bytes=-1: must be 0 or more"),
+        ({"backward": Codec("int8", rounding="stochastic")}, "a layer has no key for rounding='stochastic'"),
     ],
 )
 def test_bad_values(arguments, message):
