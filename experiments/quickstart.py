@@ -1,6 +1,6 @@
 """Quickstart: a small Qwen-architecture model on real English text, on any machine with two CPU cores.
 
-trains     2.9M parameters (3 layers, width 256, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of
+trains     2.5M parameters (3 layers, width 256, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of
            Jane Austen's novels, which come with the package; every tensor-parallel message is compressed in both
            directions
 hardware   8 emulated CPU devices, dp 2 x tp 4; two cores and 4 GB of memory
