@@ -1,0 +1,92 @@
+"""What the collectives refuse: other regions, other arguments, other shapes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from helpers import make_mesh
+from jax.sharding import PartitionSpec as P
+from shards import per_rank
+
+import taco_jax
+
+
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+def test_axis_index_groups_raise(name):
+    arguments = (0, 0) if name == "all_to_all" else ()
+    with pytest.raises(ValueError, match=f"{name}: axis_index_groups is not supported; use a mesh with one axis"):
+        per_rank(
+            lambda x: getattr(taco_jax, name)(x, "tp", *arguments, codec="taco", axis_index_groups=[[0, 1], [2, 3]]), 4
+        )(np.ones((4, 4, 4), np.float32))
+
+
+ENTRIES = {
+    "psum": lambda x, **kw: taco_jax.psum(x, "tp", **kw),
+    "psum_scatter": lambda x, **kw: taco_jax.psum_scatter(x, "tp", tiled=True, **kw),
+    "all_gather": lambda x, **kw: taco_jax.all_gather(x, "tp", **kw),
+    "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 0, tiled=True, **kw),
+    "ppermute": lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1)], **kw),
+    "copy": lambda x, **kw: taco_jax.copy(x, "tp", **kw),
+}
+
+
+@pytest.mark.parametrize("codec", ["taco", "none"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_wrong_kind_of_region_raises(name, codec):
+    mesh = make_mesh(dp=2, tp=4)
+    x = np.ones((8, 16), np.float32)
+
+    def run(**options):
+        f = functools.partial(ENTRIES[name], codec=codec)
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), **options))(x)
+
+    with pytest.raises(ValueError, match=f"{name}: the region was made with check_vma=False"):
+        run(check_vma=False)
+    with pytest.raises(ValueError, match=rf"{name}: the region is manual over \['tp'\] but not over \['dp'\]"):
+        run(axis_names={"tp"})
+    with pytest.raises(ValueError, match=f"{name}: axis 'tp' is not a manual mesh axis here"):
+        ENTRIES[name](x, codec=codec)
+
+
+def test_axes_of_size_one_need_not_be_manual():
+    mesh = make_mesh(tp=4)
+    f = jax.shard_map(
+        lambda x: taco_jax.psum(x, "tp", codec="int8h"), mesh=mesh, in_specs=P("tp"), out_specs=P(), axis_names={"tp"}
+    )
+    assert jax.jit(f)(np.ones((4, 16), np.float32)).shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "options,error,message",
+    [
+        ({"codec": "tacoo"}, ValueError, r"did you mean 'taco'\?"),
+        ({"codec": 8}, TypeError, "codec=8 must be a preset name or a Codec"),
+        ({"algorithm": "ring"}, ValueError, "algorithm='ring'"),
+        ({"link": "nvlink"}, ValueError, "not built yet"),
+        ({"link": "ib"}, ValueError, "link='ib'"),
+        ({"min_bytes": -1}, ValueError, "min_bytes=-1"),
+        ({"scales": taco_jax.SiteScales(None, np.zeros((2, 3), np.float32))}, ValueError, r"slot has shape \(2, 3\)"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        per_rank(lambda x: taco_jax.psum(x, "tp", **{"codec": "taco", **options}), 2, invarying_out=True)(
+            np.ones((2, 16), np.float32)
+        )
+
+
+def test_bad_shapes():
+    x_P = np.ones((4, 6, 5), np.float32)
+    for message, f in {
+        "dim 0 has size 6: over 4 ranks": lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco"),
+        r"\(tiled=False\) it must be 4": lambda x: taco_jax.psum_scatter(x, "tp", codec="taco"),
+        "dim 2 is out of range for an array of 2 dims": lambda x: taco_jax.all_gather(
+            x, "tp", axis=2, tiled=True, codec="taco"
+        ),
+        "dim 1 has size 5": lambda x: taco_jax.all_to_all(x, "tp", 1, 0, tiled=True, codec="taco"),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            per_rank(f, 4)(x_P)
+    with pytest.raises(ValueError, match="to='both'"):
+        per_rank(lambda x: taco_jax.all_gather(x, "tp", codec="taco", to="both"), 4)(x_P)
