@@ -3,6 +3,8 @@
 Importing this package starts no backend, sets no flag and prints nothing.
 """
 
+import importlib
+
 from taco_jax.codec import CODECS, UNCALIBRATED, Codec
 from taco_jax.collectives import all_gather, all_to_all, copy, ppermute, psum, psum_scatter
 from taco_jax.plan import Compression, Plan
@@ -11,21 +13,22 @@ from taco_jax.scales import SiteScales, update_scales
 __version__ = "0.1.0"
 
 __all__ = [
-    "CODECS", "UNCALIBRATED", "Codec", "Compression", "Plan", "SiteScales", "all_gather", "all_to_all", "copy",
-    "ppermute", "psum", "psum_scatter", "update_scales",
+    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Plan", "SiteScale", "SiteScales",
+    "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "update_scales",
 ]  # fmt: skip
 
 # Flax is imported only by who asks for its layers.
 _LAYERS = ("AmaxSlot", "CompressedDense", "SiteScale")
+_MODULES = ("linen", "tensor_parallel")
 
 
 def __getattr__(name: str):
     if name in _LAYERS:
-        from taco_jax import layers
-
-        return getattr(layers, name)
+        return getattr(importlib.import_module("taco_jax.layers"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"taco_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAYERS})
+    return sorted({*globals(), *_LAYERS, *_MODULES})

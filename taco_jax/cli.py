@@ -23,7 +23,7 @@ from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devic
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
 --config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
-'config'; the flags below override single fields of it."""
+'config'; the flags below override single fields of it. With --config, --help shows the file's values as defaults."""
 
 
 def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
@@ -41,7 +41,9 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(TrainConfig, default=default, args=rest, prog=prog, description=DESCRIPTION)
+            return tyro.cli(
+                TrainConfig, default=default, args=rest, prog=f"{prog} [--config FILE.py]", description=DESCRIPTION
+            )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -56,7 +56,7 @@ class CompressedDense(nnx.Module):
       in_features, out_features: global sizes. The one that is split must be a multiple of the axis.
       kind: "column" or "row".
       axis: mesh axis of tensor parallelism.
-      compression: preset name ("taco", "int6h", ...), `Codec`, `Compression`, or None for exact.
+      compression: preset name ("taco", "int6h", ...), `Codec`, `Compression`, or None (the default) for exact.
       use_bias, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as of `nnx.Linear`, with the same values
         from the same seed. The row bias is added once, after the sum. Gradients of parameters are summed over the
         other mesh axes in param_dtype.

@@ -91,10 +91,11 @@ def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 
 def _smooth(values: Sequence[float], width: int) -> list[float]:
-    """Mean over `width` points on either side, fewer at the ends."""
+    """Mean over `width` points on either side, as many as there are on both: the ends are the values themselves."""
     means = []
     for i in range(len(values)):
-        near = values[max(0, i - width) : i + width + 1]
+        reach = min(width, i, len(values) - 1 - i)
+        near = values[i - reach : i + reach + 1]
         means.append(sum(near) / len(near))
     return means
 

@@ -77,7 +77,7 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
         finally:
             run.close()
     if jax.process_index() == 0:
-        _finish(config, record)
+        _finish(config, record, run.first - 1)
     return record
 
 
@@ -145,6 +145,11 @@ class Run:
             f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
         )
+        if config.data.sequence_length > config.model.max_length:
+            say(
+                f"data.sequence_length={config.data.sequence_length} is longer than model.max_length="
+                f"{config.model.max_length}, the longest that the model is meant for"
+            )
         if self.step >= self.stop:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
@@ -273,20 +278,23 @@ class Run:
             self.recorder.close()
 
 
-def _finish(config: TrainConfig, record: dict[str, Any]) -> None:
-    """The last lines: what was reached, what it moved, and where everything is."""
+def _finish(config: TrainConfig, record: dict[str, Any], first_step: int) -> None:
+    """The last lines: what was reached, what this run moved since `first_step`, and where everything is."""
     from taco_jax import plot
 
     workdir, step = Path(config.workdir), record["step"]
+    if step < config.steps:
+        say(f"stopped at step {step} of {config.steps}; the same command with a later --stop-after, or none, goes on")
     if "validation_loss" in record:
         loss, perplexity = record["validation_loss"], record["validation_perplexity"]
         say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
     comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
     if comm:
+        steps = step - first_step
         say(
             f"tensor-parallel activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
-            f"bf16: ratio {bf16 / comm:.2f}; {step * comm / 1e9:.2f} instead of {step * bf16 / 1e9:.2f} GB in "
-            f"{step} steps"
+            f"bf16: ratio {bf16 / comm:.2f}; {steps * comm / 1e9:.2f} instead of {steps * bf16 / 1e9:.2f} GB in "
+            f"the {steps} steps of this run"
         )
     else:
         say("tensor-parallel activation traffic: none")

@@ -35,3 +35,9 @@ def test_no_module_starts_a_backend_or_sets_a_flag(run_python):
     code = TEMPLATE.format(imports=EVERY_MODULE)
     result = run_python(code, devices=None, env=ENVIRONMENT)
     assert result.stdout == ""
+
+
+def test_the_modules_that_help_names_need_no_import_of_their_own(run_python):
+    names = "linen.CompressedDense, tensor_parallel.REMAT_NAMES, CompressedDense, AmaxSlot, SiteScale"
+    run_python("import taco_jax; " + "; ".join(f"taco_jax.{name}" for name in names.split(", ")))
+    run_python("from taco_jax import *; CompressedDense, psum, CODECS")

@@ -29,7 +29,7 @@ def test_series_leave_gaps_out(tmp_path):
     records = plot.load(run(tmp_path / "a", [5, None, 4], validation_loss=3))
     assert plot._series(records, "loss") == ([1, 3], [5, 4])
     assert plot._series(records, "validation_loss") == ([3], [3])
-    assert plot._smooth([0, 3, 6, 9], 1) == [1.5, 3, 6, 7.5]
+    assert plot._smooth([0, 3, 9, 6, 9], 2) == [0, 4, 5.4, 8, 9]
 
 
 def test_labels_tell_runs_apart():
