@@ -55,7 +55,7 @@ def load(path: str | Path) -> TrainConfig:
     path = Path(path)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("experiments")
-        known = [str(p) for p in sorted(folder.glob("*.py"))]
+        known = [str(p) for p in sorted(folder.glob("*.py")) if "\nconfig = " in p.read_text(errors="replace")]
         raise ConfigError(f"--config {path}: no such file; {nearest(str(path), known) if known else 'give a .py file'}")
     try:
         names = runpy.run_path(str(path), run_name="__config__")
