@@ -119,7 +119,8 @@ def test_bad_experiment_file(tmp_path, text, message):
 
 
 def test_missing_experiment_file_names_the_nearest(tmp_path):
-    experiment(tmp_path, "", "quickstart.py")
+    experiment(tmp_path, "config = TrainConfig()", "quickstart.py")
+    (tmp_path / "quikstarts.py").write_text('"""Nearer by name, but no experiment."""\n')
     with pytest.raises(ConfigError, match=r"no such file; did you mean '.*quickstart\.py'"):
         cli.load(tmp_path / "quikstart.py")
 
