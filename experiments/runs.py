@@ -24,11 +24,12 @@ def train(
     print(done.stdout[-1000:], flush=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
-    return read(workdir)
+    return read(workdir / "metrics.jsonl")
 
 
-def read(workdir: Path) -> list[dict]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+def read(metrics: Path) -> list[dict]:
+    """The records of a metrics.jsonl."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def codec_flags(codec: str) -> list[str]:

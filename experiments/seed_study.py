@@ -76,7 +76,7 @@ def main() -> None:
                     workdir = Path(folder) / f"{codec}-{seed}"
                     runs.train(args.config, workdir, [*runs.codec_flags(codec), "--seed", seed, *flags])
                     shutil.copy(workdir / "metrics.jsonl", kept)
-            records = [json.loads(line) for line in kept.read_text().splitlines()]
+            records = runs.read(kept)
             losses[codec][seed] = records[-1]["validation_loss"]
             ratios[codec] = records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1)
             seconds[codec] = statistics.median(r["step_seconds"] for r in records)

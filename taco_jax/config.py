@@ -18,10 +18,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from taco_jax.models.config import ModelConfig
+from taco_jax.plan import ALGORITHMS, LINKS
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
-ALGORITHMS = ("auto", "one_shot", "two_shot")
-LINKS = ("auto", "nccl", "nvlink")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
 ATTENTION = (None, "xla", "cudnn")
 REMAT = ("none", "full", "dots")
