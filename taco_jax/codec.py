@@ -20,7 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from taco_jax import block_scale, wire
+from taco_jax import block_scale, noise, wire
 from taco_jax.block_scale import UNCALIBRATED
 from taco_jax.elements import ELEMENTS, from_codes, to_codes
 from taco_jax.hadamard import ROTATIONS, rotate, unrotate
@@ -171,6 +171,9 @@ class Codec:
     def encode_blocks(self, z, *, exponent=None, key=None) -> tuple[jax.Array, jax.Array]:
         """Rotated blocks float32[..., M, B] -> (messages uint8[..., wire_bytes(M * B)], largest block scale float32[]).
 
+        Stochastic rounding takes its noise from `noise.py`: a hash of the key's seed, the element's place in its
+        message, and the message's place in the flattened leading dims.
+
         The largest scale is max|z| / Qmax before rounding and clamping: 0 for a message of zeros, NaN where z is not
         finite.
         """
@@ -179,11 +182,11 @@ class Codec:
         if self.rounding == "stochastic" and key is None:
             raise ValueError("rounding='stochastic' needs key=, a jax.random key, a new one for each message")
         element = ELEMENTS[self.element]
-        noise = None if self.rounding == "nearest" else jax.random.uniform(key, z.shape, jnp.float32)
+        random = None if self.rounding == "nearest" else noise.uniform(noise.seed_of(key), z.shape)
         scales = block_scale.compute(self.scale, element, z, exponent)
         # A block with an Inf or NaN is marked by its scale (or its codes); zeros keep its codes defined.
         v = jnp.where(scales.finite[..., None], z * scales.multiplier[..., None], 0.0)
-        codes = to_codes(element, v, noise)
+        codes = to_codes(element, v, random)
         if self.scale == "site":
             codes = jnp.where(scales.finite[..., None], codes, jnp.uint8(element.nan))
         packed = wire.pack(codes, element.bits)
