@@ -103,17 +103,35 @@ class Format:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a flattened array is cut into messages: message p holds x[p n : min((p + 1) n, S)], and zeros beyond x."""
+    """How a flattened array x is cut into messages: message p holds x[o : min(o + n, S)] with o = offset + p stride.
+
+    Beyond x there are zeros. By default messages lie side by side and cover x; with an offset and a stride they are the
+    same piece of every rank's share, so that a collective can go in chunks without copying x.
+    """
 
     elements: int  # S
     messages: int  # P
     per_message: int  # n
+    offset: int = 0  # where message 0 starts
+    stride: int | None = None  # from one message's start to the next; None: n
 
     def __post_init__(self):
         if min(self.elements, self.messages, self.per_message) < 1:
             raise ValueError(f"{self} must have at least one element, message and element of a message")
-        if self.messages * self.per_message < self.elements:
+        if self.offset < 0 or self.distance < self.per_message:
+            raise ValueError(f"{self}: the offset must be 0 or more, the stride at least per_message")
+        if self.is_whole and self.messages * self.per_message < self.elements:
             raise ValueError(f"{self}: the messages hold fewer elements than the array has")
+
+    @property
+    def distance(self) -> int:
+        """From one message's start to the next."""
+        return self.per_message if self.stride is None else self.stride
+
+    @property
+    def is_whole(self) -> bool:
+        """Messages lie side by side from the start of x; else they are a chunk of them."""
+        return self.offset == 0 and self.stride in (None, self.per_message)
 
 
 @functools.cache
