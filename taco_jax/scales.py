@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taco_jax.block_scale import UNCALIBRATED, ceil_log2
+from taco_jax.block_scale import UNCALIBRATED, ceil_log2, largest_magnitude
 from taco_jax.codec import STATS
 
 STATS_WIDTH = len(STATS)
@@ -94,7 +94,7 @@ def update_scales(state: Any, grads: Any) -> Any:
             raise ValueError(f"update_scales: no gradient for the amax slot of {'/'.join(site)!r}; grads has {known}")
         old = ScaleState(*(leaves[*site, field] for field in ScaleState._fields))
         slot = slots[site]
-        amax = slot[..., 0].max(axis=tuple(range(slot.ndim - 1 - old.exponents.ndim)))
+        amax = largest_magnitude(slot[..., 0], tuple(range(slot.ndim - 1 - old.exponents.ndim)))
         for field, value in update_scale_state(old, amax)._asdict().items():
             new[*site, field] = value
     return jax.tree_util.tree_unflatten(treedef, [new[path] for path in leaves])

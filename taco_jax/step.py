@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import optim, sites
+from taco_jax.block_scale import largest_magnitude
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.config import ConfigError, TrainConfig, codec_pair
 from taco_jax.mesh import AXES
@@ -329,7 +330,7 @@ def _dp_sum(site: str, tree):
 
 def _merge_uses(measures):
     """Measures [A, ..., 2, K] of the microbatches as one: the largest scale, summed statistics."""
-    return jnp.concatenate([measures[..., :1].max(0), measures[..., 1:].sum(0)], axis=-1)
+    return jnp.concatenate([largest_magnitude(measures[..., :1], 0), measures[..., 1:].sum(0)], axis=-1)
 
 
 def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -339,7 +340,8 @@ def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
     names, leaves = list(measures), [measures[s].reshape(-1, measures[s].shape[-1]) for s in measures]
     flat = jnp.concatenate(leaves)
     sites.exact("scales/amax", "backward", "pmax", AXES, flat[:, 0])
-    columns = [lax.pmax(flat[:, :1], AXES)]
+    # A reduction may drop a NaN from a maximum, never an infinity; `update_scale_state` skips both.
+    columns = [lax.pmax(jnp.where(jnp.isnan(flat[:, :1]), jnp.inf, flat[:, :1]), AXES)]
     if flat.shape[-1] > 1:
         sites.exact("scales/stats", "backward", "psum", AXES, flat[:, 1:])
         columns.append(lax.psum(flat[:, 1:], AXES))
