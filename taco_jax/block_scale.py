@@ -108,8 +108,8 @@ def read(scale: str, element: Element, planes: list[jax.Array], exponent) -> jax
 def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     """max |x| of float32 over `axis` (None: all), NaN where any of them is NaN.
 
-    By the bits: as integers, magnitudes are in order and NaN lies above Inf. XLA's own maximum over an axis drops NaN on
-    CPUs once it is vectorised (seen in 0.10.2 to 0.12.0.1), and with it the only trace of a message that is not finite.
+    By the bits: as integers, magnitudes are in order and NaN lies above Inf. XLA's own maximum over an axis drops NaN
+    on CPUs once it is vectorised (0.10.2 to 0.12.0.1), and with it the only trace of a message that is not finite.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)
