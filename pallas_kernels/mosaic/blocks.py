@@ -1,0 +1,143 @@
+"""From the rotated blocks of a tile to bytes, and back, in registers.
+
+A tile's blocks are a list of float32[64, chunk] arrays in column order: `tiling.chunks_per_block` of them make a block.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.formats import packing_parts
+from pallas_kernels.mosaic import elements, packing, scales
+from pallas_kernels.mosaic.tiling import ROWS, Tiling
+
+
+def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tuple[jax.Array, list]:
+    """Writes the codes of a tile to shared memory [64, row_bytes].
+
+    Returns the row maxima of |z| (float32[64]) and the scale bytes: blocks x byte planes of int32[64].
+    """
+    fmt, n = tiling.fmt, tiling.chunks_per_block
+    largest, planes = None, []
+    for b in range(tiling.blocks_per_row):
+        block = z[b * n : (b + 1) * n]
+        amax = _row_maxima(block)
+        multiplier, finite, block_planes = scales.compute(fmt, amax, exponent)
+        codes = []
+        for i, c in enumerate(block):
+            v = jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0))
+            q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i])
+            if fmt.scale == "site":
+                q = jnp.where(_columns(finite, c), q, jnp.full_like(q, fmt.nan))
+            codes.append(q)
+        _store(tiling, b, codes, codes_s)
+        planes.append(block_planes)
+        largest = amax if largest is None else jnp.maximum(largest, amax)
+    return largest, planes
+
+
+def decode(tiling: Tiling, codes_s) -> list[jax.Array]:
+    """Codes in shared memory [64, row_bytes] -> their values, float32[64, chunk] arrays, without the scales."""
+    fmt = tiling.fmt
+    out = []
+    swizzled = swizzle(tiling) is not None
+    if fmt.bits == 8:
+        q = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=swizzled)
+        for i in range(tiling.row // tiling.chunk):
+            out.append(elements.from_codes(fmt, q[:, i * tiling.chunk : (i + 1) * tiling.chunk]))
+        return out
+    width, n_planes = packing.part_columns(fmt), packing_parts(fmt.bits) * fmt.bits // 8
+    whole = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True) if swizzled else None
+    for b in range(tiling.blocks_per_row):
+        planes = []
+        for k in range(n_planes):
+            start = b * fmt.block * fmt.bits // 8 + k * width
+            if swizzled:
+                planes.append(whole[:, start : start + width])
+            else:
+                part = codes_s.at[:, pl.ds(start, width)]
+                planes.append(compat.load(part, plgpu.Layout.WGMMA, optimized=False))
+        parts = [elements.from_codes(fmt, q) for q in packing.unpack(fmt, planes)]
+        for i in range(tiling.chunks_per_block):
+            out.append(_join(parts, i * tiling.chunk, tiling.chunk, width))
+    return out
+
+
+def swizzle(tiling: Tiling) -> int | None:
+    """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none (5 and 6 bits)."""
+    return {8: 128, 4: 64 if tiling.row == 128 else 128}.get(tiling.fmt.bits)
+
+
+def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -> list[jax.Array]:
+    """Uniform noise of a tile's elements: a counter hash of message, element and seed (`taco_jax/noise.py`).
+
+    offsets: (index of the first message, index of the first element) where the tile's array is a piece of a larger one.
+    """
+    start = row.astype(jnp.uint32) * np.uint32(tiling.row) + np.uint32(offsets[1])
+    key = seed[1] + (message.astype(jnp.uint32) + np.uint32(offsets[0])) * np.uint32(0x9E3779B9)
+    out = []
+    for i in range(tiling.row // tiling.chunk):
+        shape = (ROWS, tiling.chunk)
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
+        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
+        index = rows * np.uint32(tiling.row) + columns + (start + np.uint32(i * tiling.chunk))
+        h = _mix(_mix(index ^ seed[0]) ^ key)
+        out.append((h >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24))
+    return out
+
+
+def scale_rows(tiling: Tiling, values: list, scale: list) -> list[jax.Array]:
+    """values[chunk] * scale[its block], row by row."""
+    n = tiling.chunks_per_block
+    return [v * _columns(scale[i // n], v) for i, v in enumerate(values)]
+
+
+def _mix(x):
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def _store(tiling, b, codes, codes_s):
+    fmt = tiling.fmt
+    start = b * fmt.block * fmt.bits // 8
+    if fmt.bits == 8:
+        for i, q in enumerate(codes):
+            codes_s[:, pl.ds(start + i * tiling.chunk, tiling.chunk)] = q
+        return
+    width = packing.part_columns(fmt)
+    parts = [codes[i * width // tiling.chunk] for i in range(packing_parts(fmt.bits))]
+    at = [i * width % tiling.chunk for i in range(len(parts))]
+    planes = packing.pack(fmt, [q[:, o : o + width] for q, o in zip(parts, at)])
+    for k, plane in enumerate(planes):
+        codes_s[:, pl.ds(start + k * width, width)] = plane
+
+
+def _join(parts, start, size, width):
+    """Columns start..start + size of the concatenation of parts of `width` columns each."""
+    if width >= size:
+        part = parts[start // width]
+        return part if width == size else part[:, start % width : start % width + size]
+    return jnp.concatenate(parts[start // width : (start + size) // width], axis=1)
+
+
+def _columns(rows, like):
+    """A value for each row, or one for all, along the columns."""
+    return rows if not rows.ndim else lax.broadcast_in_dim(rows, like.shape, [0])
+
+
+def _row_maxima(block):
+    """max |z| of each row. By the bits, where NaN lies above Inf: not every maximum of floats keeps a NaN."""
+    bits = None
+    for c in block:
+        b = jnp.max(lax.bitcast_convert_type(c, jnp.int32) & 0x7FFFFFFF, axis=1)
+        bits = b if bits is None else jnp.maximum(bits, b)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,41 @@
+"""Copies between flat bytes in global memory and tiles of rows in shared memory.
+
+The CPU interpreter knows no reshaped refs: there the value is reshaped on its way through registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+
+
+def store(tile_s, bytes_g, interpret: bool) -> None:
+    """Starts the copy of a tile [64, row_bytes] to as many consecutive bytes; see `plgpu.wait_smem_to_gmem`."""
+    if interpret:
+        bytes_g[...] = tile_s[...].reshape(bytes_g.shape)
+    else:
+        plgpu.copy_smem_to_gmem(tile_s.reshape(math.prod(tile_s.shape)), bytes_g)
+
+
+def load(bytes_g, tile_s, barrier, interpret: bool) -> None:
+    """Starts the copy of consecutive bytes into a tile [64, row_bytes]; the barrier sees its end."""
+    if interpret:
+        tile_s[...] = bytes_g[...].reshape(tile_s.shape)
+        plgpu.barrier_arrive(barrier)
+    else:
+        flat = tile_s.reshape(math.prod(tile_s.shape))
+        # All of it is inside the message: one bulk copy, without a tensor map whose sides end at 256.
+        plgpu.copy_gmem_to_smem(bytes_g, flat, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def store_through_registers(tile_s, bytes_g, interpret: bool) -> None:
+    """Copies a small tile to bytes at any offset, where a bulk copy would need multiples of 16."""
+    size = math.prod(tile_s.shape)
+    if interpret:
+        bytes_g[...] = tile_s[...].reshape(size)
+    else:
+        layout = plgpu.Layout.WG_STRIDED((size,), max(1, size // 128))
+        bytes_g[...] = compat.load(tile_s.reshape(size), layout)

@@ -1,0 +1,85 @@
+"""Codes of one scaled value, in registers: what `taco_jax/elements.py` defines, in operations that Mosaic lowers.
+
+8-bit floats rounded to nearest use the hardware's cast, which agrees with the definition after a clip. Everything else
+is integer arithmetic on the bits, as in the definition.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.formats import Format
+
+_HARDWARE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+# 1.5 * 2^23: adding it rounds a small float32 to the nearest integer (even), which is then in the low bits.
+_MAGIC = np.float32(12582912.0)
+
+
+def to_codes(fmt: Format, v: jax.Array, noise: jax.Array | None) -> jax.Array:
+    """float32 values, already scaled -> codes: uint8 of an 8-bit format, else int32 in the low `fmt.bits` bits."""
+    v = jnp.minimum(jnp.maximum(v, np.float32(-fmt.maximum)), np.float32(fmt.maximum))
+    if not fmt.is_float:
+        return _integer_codes(fmt, v, noise)
+    if noise is None and fmt.element in _HARDWARE:
+        return lax.bitcast_convert_type(v.astype(_HARDWARE[fmt.element]), jnp.uint8)
+    return _float_codes(fmt, v, noise)
+
+
+def from_codes(fmt: Format, codes: jax.Array) -> jax.Array:
+    """uint8 codes of an 8-bit format or int32 codes in the low bits -> float32 values, exactly."""
+    if fmt.element in _HARDWARE:
+        return lax.bitcast_convert_type(codes, _HARDWARE[fmt.element]).astype(jnp.float32)
+    if not fmt.is_float:
+        if fmt.bits == 8:
+            values = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32)
+        else:
+            unused = 32 - fmt.bits
+            values = (codes << unused) >> unused
+        out = values.astype(jnp.float32)
+        if fmt.scale == "site":
+            out = jnp.where(values == -(1 << (fmt.bits - 1)), np.float32(np.nan), out)
+        return out
+    # Moved into a float16 the bits mean the value times a power of two, subnormals included.
+    sign = 1 << (fmt.bits - 1)
+    half = ((codes & (sign - 1)) << (10 - fmt.mantissa)) | ((codes & sign) << (16 - fmt.bits))
+    half = lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16)
+    return half.astype(jnp.float32) * np.float32(2.0 ** (14 + fmt.min_exponent))
+
+
+def _integer_codes(fmt, v, noise):
+    if noise is None:
+        q = lax.bitcast_convert_type(v + _MAGIC, jnp.int32)
+    else:
+        floor = _floor(v + noise)
+        q = jnp.minimum(floor, np.float32(fmt.maximum)).astype(jnp.int32)
+    if fmt.bits == 8:
+        return (q & 0xFF).astype(jnp.uint8)
+    return q & ((1 << fmt.bits) - 1)
+
+
+def _float_codes(fmt, v, noise):
+    m = fmt.mantissa
+    bits = lax.bitcast_convert_type(v, jnp.int32)
+    e = jnp.maximum(((bits >> 23) & 0xFF) - 127, fmt.min_exponent)
+    inverse_spacing = lax.bitcast_convert_type((127 + m - e) << 23, jnp.float32)
+    u = jnp.abs(v) * inverse_spacing
+    if noise is None:
+        steps = lax.bitcast_convert_type(u + np.float32(8388608.0), jnp.int32) & 0x7FFFFF
+    else:
+        steps = (u + noise).astype(jnp.int32)  # towards zero, the floor of what is not negative
+    magnitude = jnp.minimum(((e - fmt.min_exponent) << m) + steps, _top(fmt))
+    codes = magnitude | (((bits >> 31) & 1) << (fmt.bits - 1))
+    return codes.astype(jnp.uint8) if fmt.bits == 8 else codes
+
+
+def _top(fmt: Format) -> int:
+    e = max(int(np.floor(np.log2(fmt.maximum))), fmt.min_exponent)
+    return ((e - fmt.min_exponent) << fmt.mantissa) + int(fmt.maximum / 2.0 ** (e - fmt.mantissa))
+
+
+def _floor(x):
+    nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return nearest - jnp.where(nearest > x, np.float32(1), np.float32(0))

@@ -1,0 +1,147 @@
+"""The Hadamard rotation of a tile as matrix products on the tensor cores: exact products with +-1, float32 sums.
+
+A block of 256 is two halves, so its matrix is four of 128 by 128. Blocks of one row are rotated one by one: with a
+block-diagonal matrix an Inf would become NaN in its neighbours too (0 * Inf). float32 values go in as three bfloat16
+parts, which add up to them exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.formats import Format, block_signs, hadamard_signs
+from pallas_kernels.mosaic.tiling import ROWS, Tiling
+
+
+# bfloat16 parts that hold a value of a dtype exactly.
+PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
+
+
+@functools.cache
+def matrices(fmt: Format, directions: str) -> tuple[np.ndarray, dict]:
+    """The distinct +-1 matrices that `directions` ("r" rotates, "u" rotates back, "ru") need, and where they are used.
+
+    (float32[K, chunk, chunk], {direction: table}): chunk j of a block becomes the sum over i of
+    x_i @ matrices[table[i][j]].
+    """
+    chunk = min(fmt.block, 128)
+    n = fmt.block // chunk
+    found: list[np.ndarray] = []
+
+    def index(h, i, j):
+        part = h[i * chunk : (i + 1) * chunk, j * chunk : (j + 1) * chunk]
+        for k, other in enumerate(found):
+            if (part == other).all():
+                return k
+        found.append(part)
+        return len(found) - 1
+
+    h = hadamard_signs(fmt.block)
+    signs = block_signs(fmt.block) if fmt.rotation == "signed_hadamard" else np.ones(fmt.block, np.float32)
+    full = {"r": h * signs[:, None], "u": h * signs[None, :]}  # z = x D H and x = z H D, of rows
+    tables = {d: tuple(tuple(index(full[d], i, j) for j in range(n)) for i in range(n)) for d in directions}
+    return np.stack(found), tables
+
+
+@dataclass(frozen=True)
+class Rotator:
+    """The rotations that one kernel does: `directions` as in `matrices`, its matrices in `dtype`."""
+
+    tiling: Tiling
+    directions: str
+    dtype: Any
+
+    @property
+    def active(self) -> bool:
+        return self.tiling.fmt.rotation != "none"
+
+    @property
+    def operand(self) -> jax.Array:
+        """The matrices as a kernel's input; a small placeholder where nothing is rotated."""
+        values = matrices(self.tiling.fmt, self.directions)[0] if self.active else np.zeros((1, 64, 64))
+        return jnp.asarray(values, self.dtype)
+
+    @property
+    def scratch(self):
+        """Shared memory for the matrices."""
+        shape = self.operand.shape
+        return plgpu.SMEM(shape, self.dtype, transforms=transforms(self.dtype, shape[-1]))
+
+    def load(self, m_g, m_s, barrier) -> None:
+        if self.active:
+            plgpu.copy_gmem_to_smem(m_g, m_s, barrier)
+            plgpu.barrier_wait(barrier)
+
+    def rotate(self, x_s, m_s) -> list[jax.Array]:
+        """A tile [64, row] in shared memory -> its rotated blocks, float32[64, chunk] each, in order."""
+        width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
+        if self.active and x_s.dtype == m_s.dtype:
+            return self._product([[x_s.at[:, pl.ds(i * width, width)]] for i in range(n)], m_s, "r")
+        x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
+        chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
+        return self._product([_parts(c, PARTS[x_s.dtype.name]) for c in chunks], m_s, "r") if self.active else chunks
+
+    def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
+        """Rotated chunks, sums in float32 -> the values, precise enough for an output of `dtype`."""
+        if not self.active:
+            return z
+        return self._product([_parts(c, 3 if dtype == jnp.float32 else 2) for c in z], m_s, "u")
+
+    def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
+        """Values of codes (exact in float16), chunk by chunk -> rotated back, without their block's scale."""
+        return self._product([[c.astype(jnp.float16)] for c in codes], m_s, "u") if self.active else codes
+
+    def _product(self, chunks: list[list], m_s, direction: str) -> list[jax.Array]:
+        t = self.tiling
+        table, n = matrices(t.fmt, self.directions)[1][direction], t.chunks_per_block
+        scale = np.float32(1.0 / np.sqrt(t.fmt.block))
+        out = []
+        for start in range(0, len(chunks), n):
+            for j in range(n):
+                terms = [(part, m_s.at[table[i][j]]) for i in range(n) for part in chunks[start + i]]
+                out.append(_sum_of_products(t, terms) * scale)
+        return out
+
+
+def _sum_of_products(tiling: Tiling, terms) -> jax.Array:
+    if tiling.interpret is not None and isinstance(terms[0][0], jax.Array):
+        # The interpreter takes no left operand in registers.
+        return sum(jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in terms)
+
+    def multiply(acc):
+        for a, b in terms:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, tiling.chunk), jnp.float32))
+
+
+def operand_dtype(dtype) -> jnp.dtype:
+    """Of the matrix that rotates values of `dtype`."""
+    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
+
+
+def transforms(dtype, chunk: int) -> tuple:
+    """Shared-memory layout of values or matrices whose rows are read in runs of `chunk` elements."""
+    swizzle = min(128, chunk * jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _parts(x: jax.Array, n: int) -> list[jax.Array]:
+    """x as a sum of n bfloat16 arrays, each truncated (rounding up could overflow); the last one is rounded."""
+    out = []
+    for _ in range(n - 1):
+        head = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & np.int32(-65536), jnp.float32)
+        out.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return [*out, x.astype(jnp.bfloat16)]

@@ -1,0 +1,77 @@
+"""How kernels read wires: codes as tiles by bulk or tensor copies, scale bytes straight into registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.mosaic import blocks, copies, scales
+from pallas_kernels.mosaic.tiling import ROWS, Tiling
+
+
+class Wires:
+    """Wires uint8[P, W] as the inputs of a kernel: one view for codes, one for scales, both without a copy."""
+
+    def __init__(self, tiling: Tiling):
+        self.tiling = tiling
+        # Rows of 64 or 128 bytes can be swizzled in shared memory and are then read without bank conflicts.
+        self.swizzle = blocks.swizzle(tiling)
+
+    def arrays(self, wires: jax.Array) -> list[jax.Array]:
+        t = self.tiling
+        codes = wires.reshape(-1, t.row_bytes) if self.swizzle else wires
+        per_row = t.blocks_per_row
+        return [codes, wires if per_row == 1 else wires.reshape(wires.shape[0], -1, per_row)]
+
+    def scratch(self, *slots: int):
+        t = self.tiling
+        shape = (*slots, ROWS, t.row_bytes)
+        if not self.swizzle:
+            return plgpu.SMEM(shape, jnp.uint8)
+        tiles = plgpu.TilingTransform((8, self.swizzle)), plgpu.SwizzleTransform(self.swizzle)
+        return plgpu.SMEM(shape, jnp.uint8, transforms=tiles)
+
+    def load(self, codes_g, message, row, codes_s, barrier) -> None:
+        t = self.tiling
+        if self.swizzle:
+            start = message * (t.message_bytes // t.row_bytes) + row
+            plgpu.copy_gmem_to_smem(codes_g.at[pl.ds(start, ROWS)], codes_s, barrier)
+        else:
+            bytes_g = codes_g.at[message, pl.ds(row * t.row_bytes, ROWS * t.row_bytes)]
+            copies.load(bytes_g, codes_s, barrier, t.interpret is not None)
+
+    def scale_bytes(self, scales_g, message, row) -> list[list[jax.Array]]:
+        """Blocks x byte planes of int32[64]."""
+        t = self.tiling
+        out = []
+        for b in range(t.blocks_per_row):
+            planes = []
+            for k in range(t.scale_planes):
+                start = t.plane_offset(k) // t.blocks_per_row + row
+                rows = pl.ds(start, ROWS)
+                ref = scales_g.at[message, rows] if t.blocks_per_row == 1 else scales_g.at[message, rows, b]
+                vector = compat.load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                planes.append(vector.astype(jnp.int32) & 0xFF)
+            out.append(planes)
+        return out
+
+    def scales(self, scale_bytes, site_byte, exponent) -> list:
+        """Scale of each block of a row: float32[64], or one float32 for scale "site"."""
+        t = self.tiling
+        if t.fmt.scale == "site":
+            byte = site_byte.astype(jnp.int32) & 0xFF
+            return [scales.read(t.fmt, [byte], None)] * t.blocks_per_row
+        return [scales.read(t.fmt, planes, exponent) for planes in scale_bytes]
+
+    def site_byte(self, scales_g, message):
+        """The one scale byte of a message with scale "site"."""
+        t = self.tiling
+        if t.fmt.scale != "site":
+            return None
+        offset = t.plane_offset(0)
+        if t.blocks_per_row == 1:
+            return scales_g[message, offset]
+        return scales_g[message, offset // t.blocks_per_row, 0]

@@ -1,0 +1,100 @@
+"""How messages are cut into tiles: 64 rows of whole blocks, each row at least 128 elements.
+
+A row is one block of 128 or 256 elements, or 128 elements that hold two blocks of 64 or four of 32. Messages are whole
+rows here; what does not fit is in `ragged.py`. The last tile of a message is moved back so that it ends with the
+message: it repeats rows of the tile before, and both write the same bytes.
+
+Dim letters: P messages, R rows of a message, T tiles of all messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import Format, Geometry
+
+ROWS = 64
+# Two blocks of threads on each of an H100's 132 multiprocessors. More do not fit the shared memory at once.
+MAX_CTAS = 264
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One operation's tiles. `interpret` is what `plgpu.kernel` takes: None on a GPU."""
+
+    fmt: Format
+    geometry: Geometry
+    interpret: Any = None
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return max(128, self.fmt.block)
+
+    @property
+    def rows(self) -> int:
+        """R, the rows of a message."""
+        return self.geometry.per_message // self.row
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return self.row * self.fmt.bits // 8
+
+    @property
+    def blocks_per_row(self) -> int:
+        return self.row // self.fmt.block
+
+    @property
+    def tiles_per_message(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def tiles(self) -> int:
+        return self.tiles_per_message * self.geometry.messages
+
+    @property
+    def message_bytes(self) -> int:
+        return self.fmt.wire_bytes(self.geometry.per_message)
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.message_bytes * self.geometry.messages
+
+    @property
+    def chunk(self) -> int:
+        """Columns of the register arrays that a row is held in: a block, or a half of one of 256."""
+        return min(self.fmt.block, 128)
+
+    @property
+    def chunks_per_block(self) -> int:
+        return max(1, self.fmt.block // 128)
+
+    def locate(self, tile):
+        """Tile index -> (message, first row in the message)."""
+        message = lax.div(tile, jnp.int32(self.tiles_per_message))
+        row = (tile - message * self.tiles_per_message) * ROWS
+        return message, jnp.minimum(row, self.rows - ROWS)
+
+    def x_row(self, message, row):
+        """The row of x, seen as [*, row], where a message's row lies."""
+        g = self.geometry
+        return message * (g.distance // self.row) + (row + g.offset // self.row)
+
+    def plane_offset(self, plane: int) -> int:
+        """Where a scale plane starts in its message."""
+        return self.fmt.sections(self.geometry.per_message)[1 + plane][0]
+
+    @property
+    def scale_planes(self) -> int:
+        return 0 if self.fmt.scale == "site" else len(self.fmt.sections(self.geometry.per_message)) - 1
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """(offset, length) of the bytes of a message that belong to no section; they are zero."""
+        sections = self.fmt.sections(self.geometry.per_message)
+        ends = [offset for offset, _ in sections[1:]] + [self.message_bytes]
+        return [(o + n, end - o - n) for (o, n), end in zip(sections, ends) if end > o + n]
