@@ -4,17 +4,17 @@ This package imports nothing from `taco_jax`: it takes a `KernelSpec` and a devi
 backend and the reason. `taco_jax/backend.py` asks, and owns the fallback, the pure `jnp` codec, which is the reference
 that every kernel is tested against.
 
-What is here, and what is not yet (`selection.NOT_BUILT` is the same account, as the code reads it):
+| backend  | devices                                          | is in                                    |
+|----------|--------------------------------------------------|------------------------------------------|
+| `mosaic` | NVIDIA, compute capability 9.0 and newer         | `pallas_kernels.mosaic`                  |
+| `triton` | NVIDIA, 8.0 to 8.9, and what mosaic has not      | `pallas_kernels.triton` (extra `triton`) |
+| `jnp`    | any                                              | `taco_jax`                               |
 
-| backend  | devices                         | encode  | reduce  | decode  |
-|----------|---------------------------------|---------|---------|---------|
-| `jnp`    | any; it lives in `taco_jax`     | yes     | yes     | yes     |
-| `mosaic` | NVIDIA, compute capability 9.0+ | not yet | not yet | not yet |
-| `triton` | NVIDIA, 8.0 to 8.9              | not yet | not yet | not yet |
-
-The one-kernel collectives over NVLink are not built yet either.
+A kernel package is imported by `load` when it is first used. It holds `encode`, `reduce_encode`, `reduce_decode`,
+`sum_decode`, `decode`, and `obstacle`, which says what it cannot do.
 """
 
-from pallas_kernels.selection import BACKENDS, OPERATIONS, KernelSpec, KernelUnavailableError, choose
+from pallas_kernels.formats import Format, Geometry
+from pallas_kernels.selection import BACKENDS, OPERATIONS, KernelSpec, KernelUnavailableError, choose, load
 
-__all__ = ["BACKENDS", "OPERATIONS", "KernelSpec", "KernelUnavailableError", "choose"]
+__all__ = ["BACKENDS", "OPERATIONS", "Format", "Geometry", "KernelSpec", "KernelUnavailableError", "choose", "load"]

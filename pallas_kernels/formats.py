@@ -112,15 +112,15 @@ class Geometry:
     elements: int  # S
     messages: int  # P
     per_message: int  # n
-    offset: int = 0  # where message 0 starts
+    offset: int = 0  # where message 0 starts; offset + n stays within the stride
     stride: int | None = None  # from one message's start to the next; None: n
 
     def __post_init__(self):
         if min(self.elements, self.messages, self.per_message) < 1:
             raise ValueError(f"{self} must have at least one element, message and element of a message")
-        if self.offset < 0 or self.distance < self.per_message:
-            raise ValueError(f"{self}: the offset must be 0 or more, the stride at least per_message")
-        if self.is_whole and self.messages * self.per_message < self.elements:
+        if self.offset < 0 or self.offset + self.per_message > self.distance:
+            raise ValueError(f"{self}: offset + per_message must stay within the stride")
+        if self.messages * self.distance < self.elements:
             raise ValueError(f"{self}: the messages hold fewer elements than the array has")
 
     @property

@@ -1,24 +1,26 @@
-"""Which implementation runs a codec operation on a device, and why: `choose(spec, device) -> (name, reason)`."""
+"""Which implementation runs a codec operation on a device, and why: `choose(spec, device) -> (name, reason)`.
+
+NVIDIA GPUs of compute capability 9.0 and newer take mosaic kernels, and triton's where mosaic has none for the codec;
+8.0 to 8.9 take triton kernels; everything else the jnp reference. Each kernel package says by itself what it cannot do
+(`obstacle`), without a GPU and without its compiler.
+"""
 
 import difflib
-import re
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+from pallas_kernels.devices import compute_capability, describe
+from pallas_kernels.formats import Format, Geometry
 
 BACKENDS = ("jnp", "mosaic", "triton")
 OPERATIONS = ("encode", "reduce", "decode")
 
 # Codecs that stay with the jnp reference on every device.
-JNP_ONLY = {
-    "none": "codec 'none' sends the values as they are: there is nothing to encode",
-    "taco_paper": "codec 'taco_paper' is the paper to the letter, kept as a reference: it has no kernel by design",
-}
-
-# Backend -> what is missing from it. A backend whose kernels are built leaves this table.
-NOT_BUILT = {
-    "mosaic": "mosaic kernels are not built yet",
-    "triton": "triton kernels are not built yet",
-}
+NOTHING_TO_ENCODE = "codec 'none' sends the values as they are: there is nothing to encode"
+PAPER = "codec 'taco_paper' is the paper to the letter, kept as a reference: it has no kernel by design"
 
 
 class KernelUnavailableError(RuntimeError):
@@ -29,8 +31,9 @@ class KernelUnavailableError(RuntimeError):
 class KernelSpec:
     """One codec operation, as far as the choice of a kernel depends on it. Hashable; holds no array.
 
-    `encode` turns x into a wire; `reduce` decodes the P-1 wires of the peers, adds the own chunk in f32 and encodes the
-    sum again; `decode` turns a wire into x. `elements` counts the elements of x on one device (`reduce`: of one chunk).
+    `encode` turns x into wires; `reduce` decodes the P-1 wires of the peers, adds the own chunk in f32 and encodes the
+    sum again, or rotates it back; `decode` turns wires into x, or into their sum. `elements` counts the elements of x
+    on one device (`reduce`: of one chunk); `geometry`, where it is known, says how they are cut into messages.
     """
 
     operation: str  # one of OPERATIONS
@@ -41,6 +44,8 @@ class KernelSpec:
     scale: str  # "ue5m3", "bfloat16", "e8m0", "float32", "site"
     dtype: str  # dtype of x: "bfloat16", "float16", "float32"
     elements: int
+    rounding: str = "nearest"  # "nearest", "stochastic"
+    geometry: Geometry | None = None
 
     def __post_init__(self):
         if self.operation not in OPERATIONS:
@@ -51,19 +56,24 @@ class KernelSpec:
         if self.elements < 0:
             raise ValueError(f"KernelSpec.elements={self.elements} must not be negative")
 
+    @property
+    def format(self) -> Format:
+        return Format(self.element, self.block, self.rotation, self.scale, self.rounding)
+
 
 def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[str, str]:
     """The backend that runs `spec` on `device`, and the reason in one sentence.
 
     Args:
         spec: the operation.
-        device: a `jax.Device`, or anything with its `platform`, `device_kind` and (NVIDIA) `compute_capability`.
+        device: a `jax.Device`, or anything with its `platform` and `device_kind` (an abstract device), and maybe its
+            `compute_capability`.
         force: a name of BACKENDS to take or to fail, None to choose.
     Returns:
-        (name, reason); name is in BACKENDS. Today it is always "jnp", and the reason names what is missing.
+        (name, reason); name is in BACKENDS.
     Raises:
         ValueError: `force` is not in BACKENDS.
-        KernelUnavailableError: the forced backend cannot run `spec` on `device`; the message says why.
+        KernelUnavailableError: the forced backend cannot run `spec` on `device`; the message, one line, says why.
 
     Starts no backend and allocates nothing: it only reads attributes of `device`.
     """
@@ -71,61 +81,79 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
         raise ValueError(f"backend {force!r} is unknown; {_did_you_mean(force, BACKENDS)}")
     if force == "jnp":
         return "jnp", "jnp was asked for"
+    candidates, reason = _candidates(device)
     if force is not None:
-        obstacle = _obstacle(force, spec, device)
+        obstacle = _obstacle(force, spec) if force in candidates else _unfit(candidates, reason)
         if obstacle is not None:
             raise KernelUnavailableError(
-                f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {_describe(device)}: "
-                f"{obstacle}; use backend None or 'jnp'"
+                f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {describe(device)}: "
+                f"{obstacle}; use backend 'auto' or 'jnp'"
             )
         return force, f"{force} was asked for"
-    kernel, reason = _native(device)
-    if kernel is None:
-        return "jnp", reason
-    obstacle = _obstacle(kernel, spec, device)
-    if obstacle is not None:
-        return "jnp", obstacle
-    return kernel, reason
+    obstacles = []
+    for name in candidates:
+        obstacle = _obstacle(name, spec)
+        if obstacle is None:
+            return name, "; ".join([reason.format(name), *obstacles])
+        if obstacle not in obstacles:
+            obstacles.append(obstacle)
+    return "jnp", "; ".join(obstacles) or reason
 
 
-def _native(device: Any) -> tuple[str | None, str]:
-    """The kernel backend made for this kind of device (None: there is none), and the reason."""
+def load(name: str) -> ModuleType:
+    """The kernel package of a backend, "mosaic" or "triton", imported when it is first asked for."""
+    if name not in BACKENDS[1:]:
+        raise ValueError(f"backend {name!r} has no kernels; {_did_you_mean(name, BACKENDS[1:])}")
+    return importlib.import_module(f"pallas_kernels.{name}")
+
+
+def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
+    """The kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
     if device.platform == "cpu":
-        return None, "CPU has no kernels: the jnp reference runs"
+        return (), "CPU has no kernels: the jnp reference runs"
     if device.platform not in ("gpu", "cuda"):
-        return None, f"platform {device.platform!r} has no kernels: the jnp reference runs"
-    capability = _compute_capability(device)
+        return (), f"platform {device.platform!r} has no kernels: the jnp reference runs"
+    capability = compute_capability(device)
     if capability is None:
-        return None, f"{_describe(device)} is no NVIDIA GPU: the jnp reference runs"
+        return (), f"{describe(device)} is no NVIDIA GPU that is known here: the jnp reference runs"
     if capability >= (9, 0):
-        return "mosaic", f"{_describe(device)} runs mosaic kernels"
+        return ("mosaic", "triton"), f"{describe(device)} runs {{}} kernels"
     if capability >= (8, 0):
-        return "triton", f"{_describe(device)} runs triton kernels"
-    return None, f"{_describe(device)} is older than compute capability 8.0: the jnp reference runs"
+        return ("triton",), f"{describe(device)} runs {{}} kernels"
+    return (), f"{describe(device)} is older than compute capability 8.0: the jnp reference runs"
 
 
-def _obstacle(backend: str, spec: KernelSpec, device: Any) -> str | None:
-    """Why `backend` cannot run `spec` on `device`; None if it can."""
-    native, reason = _native(device)
-    if native is None:
-        return reason
-    if native != backend:
-        return f"{_describe(device)} takes {native} kernels, not {backend}"
-    if spec.codec_name in JNP_ONLY:
-        return JNP_ONLY[spec.codec_name]
-    return NOT_BUILT.get(backend)
+def _unfit(candidates: tuple[str, ...], reason: str) -> str:
+    """Why a device does not take a backend's kernels at all."""
+    return f"mosaic kernels need compute capability 9.0; {candidates[0]} would do" if candidates else reason
 
 
-def _compute_capability(device: Any) -> tuple[int, int] | None:
-    """(major, minor) of an NVIDIA GPU; None for others (AMD reports a name such as gfx942)."""
-    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(match[1]), int(match[2])) if match else None
+def _obstacle(backend: str, spec: KernelSpec) -> str | None:
+    """Why `backend` cannot run `spec` on the devices that it is for; None if it can."""
+    if spec.element == "none":
+        return NOTHING_TO_ENCODE
+    if spec.scale == "paper":
+        return PAPER
+    if spec.elements == 0:
+        return "there are no elements"
+    package = importlib.util.find_spec(f"pallas_kernels.{backend}")
+    if package is None or package.origin is None:  # no folder, or one that is no package
+        return f"{backend} kernels are not built yet"
+    if backend == "triton":
+        return _triton_missing() or load(backend).obstacle(spec.format, spec.operation, spec.dtype)
+    where = spec.elements if spec.geometry is None else spec.geometry
+    return load(backend).obstacle(spec.format, spec.operation, spec.dtype, where)
 
 
-def _describe(device: Any) -> str:
-    kind = getattr(device, "device_kind", device.platform)
-    capability = _compute_capability(device)
-    return f"{kind} (compute capability {capability[0]}.{capability[1]})" if capability else str(kind)
+def _triton_missing() -> str | None:
+    """What the environment lacks for jax-triton, whose releases trail those of jax."""
+    import jax
+
+    if jax.__version_info__ >= (0, 12):
+        return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "triton kernels need jax-triton: pip install 'taco-jax[triton]'"
+    return None
 
 
 def _did_you_mean(name: Any, valid: tuple[str, ...]) -> str:
