@@ -1,51 +1,191 @@
 """Which implementation runs a codec operation, and the jnp one.
 
-The three operations are the ones that a fused kernel implements, each one pass over memory:
+The operations are what a fused kernel does in one pass over memory:
 
-* encode: values of P messages -> P wires (rotate, scale, cast, pack)
-* reduce: P wires and the owner's own values -> their sum in f32, in rank order, own term unquantised (decode,
-  rotate own, add) and encoded again, or rotated back
-* decode: wires -> values
+* encode: x -> P wires (rotate, scale, cast, pack)
+* reduce_encode, reduce_decode: P wires and the owner's own values -> their sum in f32, in rank order, own term
+  unquantised (decode, rotate own, add), and encoded again, or rotated back
+* sum_decode: P wires -> the sum of what they say
+* decode: P wires -> x
 
-Dim letters: P messages (ranks), N elements of a message, M blocks, B block.
+x is flat; a `Geometry` says which of its elements each message holds, so callers neither pad x nor cut their own chunk
+out of it: a kernel reads its part where it lies. `backend` is "auto" (a kernel where there is one for the device, codec
+and dtype), or the name of one; forced where it cannot run it raises KernelUnavailableError. With statistics
+(`with_stats`) the jnp implementation always runs: no kernel counts them.
+
+Dim letters: P messages (ranks), S elements of x, N elements of a message, M blocks, B block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.codec import Codec, as_codec
+from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnavailableError
+from pallas_kernels import choose as choose_kernel
+from pallas_kernels import load as load_kernels
+from taco_jax.codec import Codec, as_codec, check_choice
+from taco_jax.compat import as_varying, region_device, varying_axes
+from taco_jax.plan import BACKENDS
+
+# Which implementation
+
+
+def to_format(codec: Codec) -> Format:
+    """The codec as kernels take it."""
+    return Format(codec.element, codec.block, codec.rotation, codec.scale, codec.rounding)
+
+
+def choose(
+    codec: str | Codec,
+    device,
+    dtype: str,
+    elements: int = 1 << 26,
+    *,
+    operation="encode",
+    backend="auto",
+    geometry=None,
+) -> tuple[str, str]:
+    """(implementation, reason) of an operation ("encode", "reduce", "decode") for messages of `codec` on `device`.
+
+    The implementation is "mosaic", "triton" or "jnp", or "jax.lax" for codec `none`. Raises KernelUnavailableError
+    where `backend` is forced and cannot run it.
+    """
+    check_choice("backend", backend, BACKENDS)
+    codec = as_codec(codec)
+    if codec.exact:
+        return "jax.lax", "codec none sends values as they are"
+    spec = KernelSpec(
+        operation, codec.name, codec.element, codec.block, codec.rotation, codec.scale, str(jnp.dtype(dtype)), elements,
+        codec.rounding, geometry,
+    )  # fmt: skip
+    return choose_kernel(spec, device, force=None if backend == "auto" else backend)
+
+
+def implementation(codec: Codec, operation: str, dtype, elements: int, backend="auto", geometry=None) -> str:
+    """What runs an operation in the region that is being traced."""
+    return choose(
+        codec, region_device(), dtype, elements, operation=operation, backend=backend, geometry=geometry
+    )[0]  # fmt: skip
+
+
+def check_backend(codec: str | Codec, device, dtype: str, backend: str) -> None:
+    """Raises KernelUnavailableError where a forced backend cannot run the codec on the device."""
+    for operation in OPERATIONS if backend != "auto" else ():
+        choose(codec, device, dtype, operation=operation, backend=backend)
+
+
+def _kernels(codec, operation, dtype, elements, backend, geometry=None, with_stats=False):
+    """The kernel package that runs an operation here, None for jnp."""
+    if with_stats:
+        return None
+    name = implementation(codec, operation, dtype, elements, backend, geometry)
+    return None if name == "jnp" else load_kernels(name)
+
+
+# The operations
 
 
 def encode(
-    codec: Codec, x_PN: jax.Array, exponent=None, key=None, with_stats: bool = False
+    codec: Codec, geometry: Geometry, x_S: jax.Array, exponent=None, key=None, *, with_stats=False, backend="auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """[P, N] values -> (uint8[P, wire_bytes(N)], measure float32[1 or 6]: largest scale, then `Codec.measure`)."""
-    return _encode_blocks(codec, codec.to_blocks(x_PN), exponent, key, with_stats)
+    """dtype[S] -> (wires uint8[P, wire_bytes(N)], measure float32[1 or 6]: largest scale, then `Codec.measure`)."""
+    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend, geometry, with_stats)
+    if kernels is None:
+        return _encode_blocks(codec, codec.to_blocks(_messages(x_S, geometry)), exponent, key, with_stats)
+    exponent, seed = _scalar(exponent), codec.seed(key)
+    wires, largest = kernels.encode(to_format(codec), geometry, x_S, exponent, seed)
+    return _typed(wires, x_S, exponent, seed), _typed(largest[None], x_S, exponent, seed)
 
 
-def reduce_encode(codec, wires, own_N, rank, exponent=None, key=None, with_stats=False) -> tuple[jax.Array, jax.Array]:
-    """Wires of P ranks and rank `rank`'s own values -> (the sum's wire uint8[wire_bytes(N)], measure)."""
-    return _encode_blocks(codec, _sum_blocks(codec, wires, own_N, rank, exponent), exponent, key, with_stats)
+def reduce_encode(
+    codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, key=None, *, with_stats=False, backend="auto"
+) -> tuple[jax.Array, jax.Array]:
+    """Wires of P ranks and rank `rank`'s own x -> (the sum's wire uint8[wire_bytes(N)], measure)."""
+    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry, with_stats)
+    if kernels is None:
+        z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
+        return _encode_blocks(codec, z_MB, exponent, key, with_stats)
+    exponent, seed = _scalar(exponent), codec.seed(key)
+    wire, largest = kernels.reduce_encode(to_format(codec), geometry, wires, x_S, rank, exponent, seed)
+    inputs = wires, x_S, rank, exponent, seed
+    return _typed(wire, *inputs), _typed(largest[None], *inputs)
 
 
-def reduce_decode(codec, wires, own_N, rank, dtype, exponent=None) -> jax.Array:
-    """Wires of P ranks and the own values -> the sum, dtype[N]."""
-    n = own_N.shape[-1]
-    return codec.from_blocks(_sum_blocks(codec, wires, own_N, rank, exponent), n, dtype)
+def reduce_decode(codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, *, backend="auto") -> jax.Array:
+    """Wires of P ranks and the own x -> the sum, x's dtype[N]."""
+    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry)
+    if kernels is None:
+        z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
+        return codec.from_blocks(z_MB, geometry.per_message, x_S.dtype)
+    exponent = _scalar(exponent)
+    y_N = kernels.reduce_decode(to_format(codec), geometry, wires, x_S, rank, exponent)
+    return _typed(y_N, wires, x_S, rank, exponent)
 
 
-def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None) -> jax.Array:
+def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, backend="auto") -> jax.Array:
     """Wires of P ranks -> the sum of what they say, dtype[N], in f32 and rank order (one-shot: own wire too)."""
-    z_PMB = codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent)
-    return codec.from_blocks(_in_rank_order(list(z_PMB)), n, dtype)
+    kernels = _kernels(codec, "decode", dtype, n, backend)
+    if kernels is None:
+        z_PMB = codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent)
+        return codec.from_blocks(_in_rank_order(list(z_PMB)), n, dtype)
+    exponent = _scalar(exponent)
+    return _typed(kernels.sum_decode(to_format(codec), wires, n, dtype, exponent), wires, exponent)
 
 
-def decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None) -> jax.Array:
-    """uint8[..., wire_bytes(N)] -> dtype[..., N]."""
-    return codec.from_blocks(codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent), n, dtype)
+def decode(codec: Codec, geometry: Geometry, wires: jax.Array, dtype, exponent=None, *, backend="auto") -> jax.Array:
+    """Wires uint8[P, wire_bytes(N)] of messages that lie side by side -> dtype[S]."""
+    kernels = _kernels(codec, "decode", dtype, geometry.elements, backend, geometry)
+    if kernels is None:
+        n = geometry.per_message
+        y_S = codec.from_blocks(codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent), n, dtype).reshape(-1)
+        return y_S if y_S.size == geometry.elements else y_S[: geometry.elements]
+    exponent = _scalar(exponent)
+    return _typed(kernels.decode(to_format(codec), geometry, wires, dtype, exponent), wires, exponent)
+
+
+def decode_chunks(
+    codec: Codec, geometries: Sequence[Geometry], wires: Sequence[jax.Array], dtype, exponent=None, *, backend="auto"
+) -> jax.Array:
+    """Wires of the chunks of P messages -> dtype[S]; each chunk is decoded by itself, as soon as it is there.
+
+    A kernel package that has `decode_into(fmt, geometry, wires, into dtype[S], exponent) -> dtype[S]` writes every
+    chunk where it belongs; the others' chunks are joined by one more pass.
+    """
+    if len(geometries) == 1:
+        return decode(codec, geometries[0], wires[0], dtype, exponent, backend=backend)
+    first = geometries[0]
+    kernels = _kernels(codec, "decode", dtype, first.elements, backend, first)
+    if hasattr(kernels, "decode_into"):
+        exponent = _scalar(exponent)
+        y_S = lax.empty((first.elements,), dtype)
+        for geometry, chunk in zip(geometries, wires):
+            y_S = kernels.decode_into(to_format(codec), geometry, chunk, y_S, exponent)
+        return _typed(y_S, *wires, exponent)
+    rows = []
+    for geometry, chunk in zip(geometries, wires):
+        p, n = geometry.messages, geometry.per_message
+        rows.append(decode(codec, Geometry(p * n, p, n), chunk, dtype, exponent, backend=backend).reshape(p, n))
+    return jnp.concatenate(rows, axis=1).reshape(-1)[: first.elements]
+
+
+# The jnp implementation
+
+
+def _messages(x_S: jax.Array, geometry: Geometry) -> jax.Array:
+    """dtype[S] -> dtype[P, N], with zeros beyond x."""
+    whole = geometry.messages * geometry.distance
+    if x_S.size < whole:
+        x_S = jnp.concatenate([x_S, jnp.zeros_like(x_S, shape=(whole - x_S.size,))])
+    rows = x_S.reshape(geometry.messages, geometry.distance)
+    return rows if geometry.is_whole else rows[:, geometry.offset : geometry.offset + geometry.per_message]
+
+
+def _own(x_S: jax.Array, geometry: Geometry, rank) -> jax.Array:
+    return lax.dynamic_index_in_dim(_messages(x_S, geometry), rank, keepdims=False)
 
 
 def _encode_blocks(codec, z, exponent, key, with_stats):
@@ -69,25 +209,16 @@ def _in_rank_order(terms):
     return total
 
 
-def default_min_bytes() -> int:
-    """The message size from which a layer compresses when its `min_bytes` is None.
-
-    On GPUs small messages are bound by launch latency, where compressing only adds kernels; the crossover of each link
-    is to be measured by `taco_jax.tune`. The CPU emulator compresses everything, so that what is trained there is what
-    is asked for.
-    """
-    return 0 if jax.default_backend() == "cpu" else 1 << 20
+def _scalar(exponent):
+    return None if exponent is None else jnp.asarray(exponent, jnp.int32)
 
 
-def choose(codec: str | Codec, device, dtype: str, elements: int = 1 << 26) -> tuple[str, str]:
-    """(implementation, reason) that encodes messages of `codec` on `device`: "mosaic", "triton" or "jnp"."""
-    from pallas_kernels import KernelSpec
-    from pallas_kernels import choose as choose_kernel
+def _typed(y: jax.Array, *inputs) -> jax.Array:
+    """A kernel's result, varying like its inputs: it comes back typed as if it were the same on every device."""
+    return as_varying(y, sorted({axis for i in inputs if i is not None for axis in varying_axes(i)}))
 
-    codec = as_codec(codec)
-    if codec.exact:
-        return "jax.lax", "codec none sends values as they are"
-    return choose_kernel(
-        KernelSpec("encode", codec.name, codec.element, codec.block, codec.rotation, codec.scale, dtype, elements),
-        device,
-    )
+
+__all__ = [
+    "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
+    "encode", "implementation", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
+]  # fmt: skip

@@ -179,10 +179,8 @@ class Codec:
         """
         if self.exact:
             raise ValueError("codec 'none' writes no bytes: use jax.lax, or the collectives of taco_jax, which do")
-        if self.rounding == "stochastic" and key is None:
-            raise ValueError("rounding='stochastic' needs key=, a jax.random key, a new one for each message")
-        element = ELEMENTS[self.element]
-        random = None if self.rounding == "nearest" else noise.uniform(noise.seed_of(key), z.shape)
+        element, seed = ELEMENTS[self.element], self.seed(key)
+        random = None if seed is None else noise.uniform(seed, z.shape)
         scales = block_scale.compute(self.scale, element, z, exponent)
         # A block with an Inf or NaN is marked by its scale (or its codes); zeros keep its codes defined.
         v = jnp.where(scales.finite[..., None], z * scales.multiplier[..., None], 0.0)
@@ -192,6 +190,14 @@ class Codec:
         packed = wire.pack(codes, element.bits)
         packed = packed.reshape(*packed.shape[:-2], packed.shape[-2] * packed.shape[-1])
         return wire.assemble([packed, *scales.planes]), scales.largest
+
+    def seed(self, key: jax.Array | None) -> jax.Array | None:
+        """What stochastic rounding draws from, uint32[2]; None with rounding to nearest."""
+        if self.rounding == "nearest":
+            return None
+        if key is None:
+            raise ValueError("rounding='stochastic' needs key=, a jax.random key, a new one for each message")
+        return noise.seed_of(key)
 
     def decode_blocks(self, messages: jax.Array, n_blocks: int, *, exponent=None) -> jax.Array:
         """Messages uint8[..., wire_bytes] -> rotated blocks float32[..., M, B]."""

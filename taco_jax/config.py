@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from taco_jax.models.config import ModelConfig
-from taco_jax.plan import ALGORITHMS, LINKS
+from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
@@ -67,6 +67,12 @@ class CompressionConfig:
     """Collective algorithm: auto, one_shot or two_shot."""
     link: str = "auto"
     """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
+    backend: str = "auto"
+    """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto, a kernel where the device has one."""
+    chunks: int | None = None
+    """Pieces of a message, sent one while the next is encoded; None takes the number tuned for the link, else 1."""
+    exchange: str = "auto"
+    """First hop of a reduction: all_to_all, ring (one permutation per other device), or auto, as tuned for the link."""
     history: int = 16
     """Steps whose block-scale maxima set a site scale."""
     calibration_steps: int = 2
@@ -240,6 +246,8 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         ("compute_dtype", COMPUTE_DTYPES),
         ("compression.algorithm", ALGORITHMS),
         ("compression.link", LINKS),
+        ("compression.backend", BACKENDS),
+        ("compression.exchange", EXCHANGES),
         ("data.token_dtype", TOKEN_DTYPES),
         ("remat", REMAT),
         ("attention_implementation", ATTENTION),
@@ -252,6 +260,8 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
             f"{nearest(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
         )
     _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
+    chunks = config.compression.chunks
+    _require(chunks is None or chunks >= 1, config, "compression.chunks", "must be at least 1, or None for as tuned")
     _require(config.stop_after is None or config.stop_after >= 1, config, "stop_after", "must be at least 1")
     _require(0 < config.data.validation_fraction < 1, config, "data.validation_fraction", "must be between 0 and 1")
     for key in (

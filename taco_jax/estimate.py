@@ -14,6 +14,8 @@ import math
 
 import jax
 
+from pallas_kernels import OPERATIONS
+from taco_jax import backend, tuned
 from taco_jax import step as step_lib
 from taco_jax.config import TrainConfig, to_dict
 from taco_jax.mesh import make_mesh
@@ -69,32 +71,54 @@ def _config_text(config: TrainConfig) -> str:
 
 
 def _kernel_text(program: step_lib.Program) -> str:
-    from taco_jax import backend
-
-    device = program.mesh.devices.flat[0]
+    """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
+    device, config = program.mesh.devices.flat[0], program.config
     lines = [f"codec implementation ({device.device_kind})"]
-    codecs = {c for _, comp in program.parallel.plan if comp is not None for c in (comp.forward, comp.backward)}
-    for codec in sorted(codecs, key=str):
-        name, reason = backend.choose(codec, device, program.config.compute_dtype)
-        lines.append(f"  {codec!s:12} {name}: {reason}")
-    return "\n".join(lines)
+    for codec in program.codecs:
+        options = {"backend": config.compression.backend}
+        by_choice: dict[tuple[str, str], list[str]] = {}
+        for operation in OPERATIONS:
+            choice = backend.choose(codec, device, config.compute_dtype, operation=operation, **options)
+            by_choice.setdefault(choice, []).append(operation)
+        for (name, reason), operations in by_choice.items():
+            which = "" if len(by_choice) == 1 else f" ({', '.join(operations)})"
+            lines.append(f"  {codec:12} {name}{which}: {reason}")
+    return "\n".join([*lines, *(_tuned_line(program, codec, device) for codec in program.codecs if codec != "none")])
+
+
+def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
+    """From what size messages are compressed, and who says so."""
+    ranks, given = program.config.mesh.tp, program.config.compression.min_bytes
+    if given is not None:
+        return f"  {codec:12} messages from {given:,} bytes, as configured"
+    least, file = tuned.default_min_bytes(codec, ranks, device), tuned.path(device.platform)
+    if tuned.find(codec, ranks, device) is not None:
+        source = f"tuned for {tuned.entry_name(device.device_kind, ranks)} in {file}"
+    elif file is None:
+        source = "the default without a file of tuned values"
+    else:
+        source = f"the default: {file} has nothing for {tuned.entry_name(device.device_kind, ranks)}; "
+        source += "python -m taco_jax.tune measures it"
+    if least == tuned.NEVER:
+        return f"  {codec:12} no messages: compressing never paid, {source}"
+    return f"  {codec:12} messages from {least:,} bytes, {source}"
 
 
 def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
     m = memory(program)
-    backend = program.mesh.devices.flat[0].platform
+    platform = program.mesh.devices.flat[0].platform
     rows = [
         ("parameters (float32 master, the only stored copy)", m.params),
         ("optimiser (AdamW, two float32 moments)", m.optimizer),
         ("site scales", m.scales),
         ("gradients (float32)", m.gradients),
         ("activations and workspace (XLA temporaries less gradients)", max(m.temporary - m.gradients, 0)),
-        (f"peak by XLA's memory_analysis ({backend} backend)", m.peak),
+        (f"peak by XLA's memory_analysis ({platform} backend)", m.peak),
     ]
     fits = m.peak <= config.gpu_memory_gb * GB
     share = m.peak / GB / config.gpu_memory_gb
     verdict = f"{'fits' if fits else 'does NOT fit'} {config.gpu_memory_gb:g} GB: {share:.0%} used"
-    note = "" if backend == "gpu" else f"; the {backend} backend plans its temporaries differently from a GPU's"
+    note = "" if platform == "gpu" else f"; the {platform} backend plans its temporaries differently from a GPU's"
     lines = [f"  {name:60} {size / GB:10.3f} GB" for name, size in rows]
     return "\n".join(["memory per device", *lines, f"  verdict: {verdict}{note}"])
 

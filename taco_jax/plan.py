@@ -7,10 +7,27 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from taco_jax.codec import Codec, as_codec
+from taco_jax.codec import Codec, as_codec, check_choice
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 LINKS = ("auto", "nccl", "nvlink")
+BACKENDS = ("auto", "mosaic", "triton", "jnp")
+EXCHANGES = ("auto", "all_to_all", "ring")
+
+
+def check_transport(algorithm, link, backend, exchange, chunks) -> None:
+    """Raises ValueError for a way of sending that there is not, naming the key and what is valid."""
+    for key, value, valid in (
+        ("algorithm", algorithm, ALGORITHMS),
+        ("link", link, LINKS),
+        ("backend", backend, BACKENDS),
+        ("exchange", exchange, EXCHANGES),
+    ):
+        check_choice(key, value, valid)
+    if link == "nvlink":
+        raise ValueError("link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'")
+    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+        raise ValueError(f"chunks={chunks!r}: must be 1 or more, or None for the tuned number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +39,11 @@ class Compression:
       min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for the link.
       algorithm: two_shot, one_shot, or auto (the exchange for two ranks, else two_shot).
       link: nccl, nvlink (one-kernel collectives over peer memory), or auto.
+      backend: what encodes and decodes: mosaic, triton (GPU kernels), jnp, or auto, which takes a kernel where there is
+        one. A backend that is forced and cannot run raises `pallas_kernels.KernelUnavailableError` when it is traced.
+      chunks: pieces of a message that travel one after the other, so that encoding the next overlaps with sending
+        this one; the values are the same. None: the number tuned for the link, 1 where nothing was tuned.
+      exchange: first hop of a reduction as one all_to_all, or as a ring of P-1 permutations; auto: as tuned.
     """
 
     forward: str | Codec = "taco"
@@ -29,6 +51,9 @@ class Compression:
     min_bytes: int | None = None
     algorithm: str = "auto"
     link: str = "auto"
+    backend: str = "auto"
+    chunks: int | None = None
+    exchange: str = "auto"
 
     def __post_init__(self):
         for key in ("forward", "backward"):
@@ -37,13 +62,7 @@ class Compression:
                     f"{key}={getattr(self, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or the "
                     "collectives of taco_jax with key="
                 )
-        for key, valid in (("algorithm", ALGORITHMS), ("link", LINKS)):
-            if getattr(self, key) not in valid:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown: valid are {', '.join(valid)}")
-        if self.link == "nvlink":
-            raise ValueError(
-                "link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'"
-            )
+        check_transport(self.algorithm, self.link, self.backend, self.exchange, self.chunks)
         if self.min_bytes is not None and self.min_bytes < 0:
             raise ValueError(f"min_bytes={self.min_bytes}: must be 0 or more, or None for the tuned value")
 

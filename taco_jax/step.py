@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import optim, sites
+from taco_jax import backend, optim, sites, tuned
 from taco_jax.block_scale import largest_magnitude
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.config import ConfigError, TrainConfig, codec_pair
@@ -53,7 +53,8 @@ class TrainState:
 def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
     """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
     c = config.compression
-    common = dict(min_bytes=c.min_bytes, algorithm=c.algorithm, link=c.link)
+    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange")
+    common = {key: getattr(c, key) for key in same}
     try:
         rules = {pattern: Compression(*codec_pair(pair), **common) for pattern, pair in c.plan.items()}
         default = Compression(c.forward, c.backward, **common)
@@ -91,8 +92,25 @@ class Program:
             for site, compression in self.parallel.plan
             if compression is not None
         }
+        self._check_codecs()
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps)
         self.state_shapes = self._abstract_state()
+
+    @property
+    def codecs(self) -> list[str]:
+        """The codecs of all sites and directions."""
+        compressions = {c for _, c in self.parallel.plan if c is not None}
+        return sorted({codec for c in compressions for codec in (c.forward, c.backward)})
+
+    def _check_codecs(self) -> None:
+        """What would else come up as a traceback from within the step: a forced backend, a file of tuned values."""
+        device = self.mesh.devices.flat[0]
+        for codec in self.codecs:
+            try:
+                backend.check_backend(codec, device, self.config.compute_dtype, self.config.compression.backend)
+                tuned.find(codec, self.config.mesh.tp, device)
+            except (backend.KernelUnavailableError, tuned.TunedFileError) as error:
+                raise ConfigError(f"compression: {error}") from error
 
     # State
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from taco_jax import collectives
-from taco_jax.backend import default_min_bytes
 from taco_jax.collectives import REMAT_NAMES, check_region, in_manual_region, to_varying
 from taco_jax.plan import as_compression
 from taco_jax.scales import SiteScales
@@ -99,10 +98,10 @@ def _options(compression, scales, site) -> dict:
     compression = as_compression(compression)
     if compression is None:
         return {"codec": "none", "algorithm": "auto", "site": site}
-    minimum = default_min_bytes() if compression.min_bytes is None else compression.min_bytes
     return {
         "codec": compression.forward, "backward_codec": compression.backward, "algorithm": compression.algorithm,
-        "link": compression.link, "min_bytes": minimum, "scales": scales, "site": site,
+        "link": compression.link, "min_bytes": compression.min_bytes, "backend": compression.backend,
+        "chunks": compression.chunks, "exchange": compression.exchange, "scales": scales, "site": site,
     }  # fmt: skip
 
 

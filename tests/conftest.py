@@ -19,6 +19,9 @@ if not GPU:
 
     os.environ.update(cpu_environment(devices=8))
 
+# What was tuned on this machine is no part of a test.
+os.environ["TACO_JAX_TUNED"] = ""
+
 # Test processes, and the programs that tests start, compile many of the same steps: they share one cache for this run,
 # made by the first process and inherited by the others. On CPU a cached program repeats the bits of a fresh one, and
 # its compiled HLO reads the same. Set JAX_COMPILATION_CACHE_DIR to keep a cache from run to run.

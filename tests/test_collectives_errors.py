@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
+from pallas_kernels import KernelUnavailableError
 
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all"])
@@ -65,7 +66,15 @@ def test_axes_of_size_one_need_not_be_manual():
         ({"algorithm": "ring"}, ValueError, "algorithm='ring'"),
         ({"link": "nvlink"}, ValueError, "not built yet"),
         ({"link": "ib"}, ValueError, "link='ib'"),
-        ({"min_bytes": -1}, ValueError, "min_bytes=-1"),
+        ({"min_bytes": -1}, ValueError, "psum: min_bytes=-1"),
+        ({"backend": "cuda"}, ValueError, "psum: backend='cuda' is unknown"),
+        (
+            {"backend": "mosaic"},
+            KernelUnavailableError,
+            "backend 'mosaic' cannot encode codec 'taco' on cpu: CPU",
+        ),
+        ({"exchange": "rings"}, ValueError, r"exchange='rings' is unknown: did you mean 'ring'\?"),
+        ({"chunks": 0}, ValueError, "psum: chunks=0: must be 1 or more"),
         ({"scales": taco_jax.SiteScales(None, np.zeros((2, 3), np.float32))}, ValueError, r"slot has shape \(2, 3\)"),
     ],
 )

@@ -137,6 +137,9 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"compression.backward": "int9h"}, "compression.backward='int9h': no such codec preset; did you mean 'int"),
         ({"compression.plan": {"*": "taco:e4m3g"}}, "compression.plan '*' (backward)='e4m3g'"),
         ({"compression.link": "nvlnk"}, "compression.link='nvlnk': did you mean 'nvlink'?"),
+        ({"compression.backend": "mosiac"}, "compression.backend='mosiac': did you mean 'mosaic'?"),
+        ({"compression.exchange": "rings"}, "compression.exchange='rings': did you mean 'ring'?"),
+        ({"compression.chunks": 0}, "compression.chunks=0: must be at least 1, or None"),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (

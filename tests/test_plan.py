@@ -70,8 +70,16 @@ def test_compression_is_a_hashable_value():
     [
         ({"forward": "tacoo"}, r"codec='tacoo' is unknown: did you mean 'taco'\?"),
         ({"backward": "int4"}, r"codec='int4' is unknown: did you mean 'int4h'\?"),
-        ({"algorithm": "twoshot"}, "algorithm='twoshot' is unknown: valid are auto, one_shot, two_shot"),
+        (
+            {"algorithm": "twoshot"},
+            r"algorithm='twoshot' is unknown: did you mean 'two_shot'\? valid are auto, one_shot",
+        ),
         ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink"),
+        ({"link": "nvlink"}, "link='nvlink': one-kernel NVLink collectives are not built yet"),
+        ({"backend": "mosiac"}, r"backend='mosiac' is unknown: did you mean 'mosaic'\?"),
+        ({"exchange": "all2all"}, "exchange='all2all' is unknown"),
+        ({"chunks": 0}, "chunks=0: must be 1 or more, or None"),
+        ({"chunks": True}, "chunks=True: must be 1 or more"),
         ({"min_bytes": -1}, "min_bytes=-1: must be 0 or more"),
         ({"backward": Codec("int8", rounding="stochastic")}, "a layer has no key for rounding='stochastic'"),
     ],

@@ -193,6 +193,15 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_forced_backend_that_cannot_run_is_an_error_of_one_line(tmp_path, capsys):
+    flags = ["--workdir", str(tmp_path / "run"), "--mesh.tp", "2", "--compression.backend", "mosaic"]
+    for more in ([], ["--dry-run"]):
+        assert cli.run(main, [*flags, *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: compression: backend 'mosaic' cannot encode codec 'taco' on cpu: CPU has no")
+    assert not (tmp_path / "run").exists()
+
+
 def test_exit_codes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("taco_jax.train.train", lambda config: (_ for _ in ()).throw(TrainingError("not finite")))
     assert cli.run(main, []) == 1 and capsys.readouterr().err == "error: not finite\n"

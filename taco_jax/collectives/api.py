@@ -4,7 +4,13 @@ Common arguments (besides those of the jax.lax function of the same name):
   codec: preset name or `Codec` of the forward message; "none" is jax.lax exactly.
   backward_codec: of the gradient's message; by default the same.
   scales: `SiteScales` (exponents int32[2], slot float32[2, K]) or None: no site scale.
-  min_bytes: messages below this many bytes are jax.lax's own program. Default 0.
+  min_bytes: messages below this many bytes are jax.lax's own program. Default 0; None: as tuned for codec and link.
+  backend: what encodes and decodes: auto (a GPU kernel where there is one), mosaic, triton, jnp. One that is forced and
+    cannot run raises pallas_kernels.KernelUnavailableError.
+  chunks: pieces of the message that travel one after the other, so that encoding the next overlaps with sending this
+    one. With rounding to nearest the values are those of one piece. Default 1; None: as tuned.
+  exchange: all_to_all, ring (P-1 permutations), or auto (as tuned, else all_to_all), where a message starts by sending
+    another wire to every rank (two-shot, psum_scatter, all_to_all); the values are the same.
   key: for stochastic rounding; a new one for each call.
 Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
 and shape. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
@@ -20,17 +26,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import sites
-from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives.differentiable import Operation, apply
-from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.region import AxisName, axis_tuple, check_region, to_varying
+from taco_jax.collectives.message import Label
+from taco_jax.collectives.options import Options, check_options
+from taco_jax.collectives.region import AxisName, axis_tuple, to_varying
 from taco_jax.compat import varying_axes
-from taco_jax.plan import ALGORITHMS, LINKS
-from taco_jax.scales import STATS_WIDTH, SiteScales
 
 
 def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0,
-         axis_index_groups=None, key=None, site="psum"):  # fmt: skip
+         backend="auto", chunks=1, exchange="auto", axis_index_groups=None, key=None, site="psum"):  # fmt: skip
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
     algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages) or auto (one_shot for two
@@ -41,16 +45,16 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     def one(x, site):
         if not _is_float(x):
             return _exact(site, "psum", axis_name, x, lambda: lax.psum(x, axis_name))
-        small = x.nbytes < min_bytes
-        return _call("psum", x, axis_name, codec, backward_codec, scales, algorithm, key, site, small)
+        return _call("psum", x, site, options)
 
-    _check("psum", axis_name, axis_index_groups, codec, backward_codec, algorithm, link, min_bytes, scales)
+    options = check_options("psum", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
+                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
     return _map(one, x, site)
 
 
 def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0,
-                 axis_index_groups=None, tiled=False, link="auto", min_bytes=0, key=None,
-                 site="psum_scatter"):  # fmt: skip
+                 axis_index_groups=None, tiled=False, link="auto", min_bytes=0, backend="auto", chunks=1,
+                 exchange="auto", key=None, site="psum_scatter"):  # fmt: skip
     """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised.
 
     Backward: a compressed all_gather.
@@ -62,15 +66,16 @@ def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=N
             plain = lambda: lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=tiled)
             return _exact(site, "psum_scatter", axis_name, x, plain)
         own = {"dims": (dim,), "tiled": tiled}
-        small = x.nbytes < min_bytes
-        return _call("psum_scatter", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
+        return _call("psum_scatter", x, site, options, **own)
 
-    _check("psum_scatter", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
+    options = check_options("psum_scatter", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
+                            min_bytes, backend, chunks, exchange)  # fmt: skip
     return _map(one, x, site)
 
 
 def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0,
-               tiled=False, to="varying", link="auto", min_bytes=0, key=None, site="all_gather"):  # fmt: skip
+               tiled=False, to="varying", link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
+               site="all_gather"):  # fmt: skip
     """All ranks' x, stacked (or tiled: concatenated) along dim `axis`; the own shard is quantised like the others.
 
     to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts
@@ -84,17 +89,18 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
             plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
             return _exact(site, "all_gather", axis_name, x, plain, ranks)
         own = {"dims": (dim,), "tiled": tiled, "to": to}
-        small = ranks * x.nbytes < min_bytes
-        return _call("all_gather", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
+        return _call("all_gather", x, site, options, **own)
 
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r}: must be 'varying' or 'invarying'")
-    _check("all_gather", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
+    options = check_options("all_gather", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
+                            min_bytes, backend, chunks, exchange)  # fmt: skip
     return _map(one, x, site)
 
 
 def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, codec, backward_codec=None, scales=None,
-               axis_index_groups=None, tiled=False, link="auto", min_bytes=0, key=None, site="all_to_all"):  # fmt: skip
+               axis_index_groups=None, tiled=False, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto",
+               key=None, site="all_to_all"):  # fmt: skip
     """Dim `split_axis` is cut into one piece a rank, the received pieces are joined along `concat_axis`.
 
     The own piece stays exact. Backward: the inverse exchange, compressed.
@@ -106,15 +112,15 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, cod
             plain = lambda: lax.all_to_all(x, axis_name, *dims, tiled=tiled)
             return _exact(site, "all_to_all", axis_name, x, plain)
         own = {"dims": dims, "tiled": tiled}
-        small = x.nbytes < min_bytes
-        return _call("all_to_all", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, **own)
+        return _call("all_to_all", x, site, options, **own)
 
-    _check("all_to_all", axis_name, axis_index_groups, codec, backward_codec, "auto", link, min_bytes, scales)
+    options = check_options("all_to_all", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
+                            min_bytes, backend, chunks, exchange)  # fmt: skip
     return _map(one, x, site)
 
 
 def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales=None, link="auto", min_bytes=0,
-             key=None, site="ppermute"):  # fmt: skip
+             backend="auto", chunks=1, exchange="auto", key=None, site="ppermute"):  # fmt: skip
     """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does.
 
     Backward: the inverse permutation, compressed.
@@ -124,15 +130,15 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     def one(x, site):
         if not _is_float(x):
             return _exact(site, "ppermute", axis_name, x, lambda: lax.ppermute(x, axis_name, perm))
-        small = x.nbytes < min_bytes
-        return _call("ppermute", x, axis_name, codec, backward_codec, scales, "auto", key, site, small, perm=perm)
+        return _call("ppermute", x, site, options, perm=perm)
 
-    _check("ppermute", axis_name, None, codec, backward_codec, "auto", link, min_bytes, scales)
+    options = check_options("ppermute", axis_name, codec, backward_codec, scales, key, None, link,
+                            min_bytes, backend, chunks, exchange)  # fmt: skip
     return _map(one, x, site)
 
 
 def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto",
-         min_bytes=0, key=None, site="copy"):  # fmt: skip
+         min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None, site="copy"):  # fmt: skip
     """Identity forward (invarying -> varying), compressed psum of the cotangent backward: Megatron's f.
 
     The mirror of `psum`. `codec` is unused (there is no forward message) and there so that all collectives take the
@@ -142,10 +148,10 @@ def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     def one(x, site):
         if not _is_float(x):
             return to_varying(x, axis_name)
-        small = x.nbytes < min_bytes
-        return _call("copy", x, axis_name, codec, backward_codec, scales, algorithm, key, site, small)
+        return _call("copy", x, site, options)
 
-    _check("copy", axis_name, None, codec, backward_codec, algorithm, link, min_bytes, scales)
+    options = check_options("copy", axis_name, codec, backward_codec, scales, key, None, link,
+                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
     return _map(one, x, site)
 
 
@@ -159,7 +165,8 @@ def _map(one, tree, site):
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, small, **own):
+def _call(name, x, site, options: Options, **own):
+    axis = options.axis
     if name != "copy":
         # As in jax.lax, a value that is the same on every rank is taken as one that varies.
         x = to_varying(x, axis)
@@ -168,23 +175,19 @@ def _call(name, x, axis, codec, backward_codec, scales, algorithm, key, site, sm
             f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a "
             "value that is the same on every rank"
         )
-    if small or x.size == 0:
-        # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
-        codec = backward_codec = "none"
-    scales = scales or SiteScales()
-    codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec)
-    with_stats = scales.slot is not None and scales.slot.shape[-1] == STATS_WIDTH
+    nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
     calls = sites.current_calls()
     forward, backward = (
-        Message(axis, c, algorithm, with_stats, Label(site, direction, calls))
-        for c, direction in zip(codecs, ("forward", "backward"), strict=True)
+        options.message(codec, nbytes, Label(site, direction, calls))
+        for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
     )
+    key = options.key
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(jnp.asarray(key))  # of jax.random.PRNGKey
     operation = Operation(name, forward, backward, **own)
     if x.size == 0:
         return _nothing(operation, x)
-    return apply(operation, x, scales.exponents, scales.slot, key)
+    return apply(operation, x, options.scales.exponents, options.scales.slot, key)
 
 
 def _nothing(operation, x):
@@ -209,25 +212,3 @@ def _dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(f"dim {dim} is out of range for an array of {ndim} dims")
     return dim % ndim
-
-
-def _check(entry, axis, groups, codec, backward_codec, algorithm, link, min_bytes, scales) -> None:
-    if groups is not None:
-        raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
-    for c in (codec, backward_codec):
-        if not isinstance(c, Codec | str | None):
-            raise TypeError(f"{entry}: codec={c!r} must be a preset name or a Codec")
-        as_codec(c)
-    if algorithm not in ALGORITHMS or link not in LINKS:
-        raise ValueError(f"{entry}: algorithm={algorithm!r}, link={link!r}: valid are {ALGORITHMS} and {LINKS}")
-    if link == "nvlink":
-        raise ValueError(
-            f"{entry}: link='nvlink': one-kernel NVLink collectives are not built yet; use 'auto' or 'nccl'"
-        )
-    if min_bytes is None or min_bytes < 0:
-        raise ValueError(f"{entry}: min_bytes={min_bytes}: must be 0 or more bytes")
-    if scales is not None and scales.slot is not None and scales.slot.shape not in ((2, 1), (2, STATS_WIDTH)):
-        raise ValueError(
-            f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics"
-        )
-    check_region(axis_tuple(axis) if not isinstance(axis, str) else axis, entry)

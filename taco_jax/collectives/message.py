@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax import lax
 from taco_jax import sites
 from taco_jax.codec import Codec
 from taco_jax.collectives.region import AxisName, to_varying
+
+Hops = list[tuple[str, int]]  # (HLO opcode, uint8 elements of its output on one device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Message:
     """The static part of one message: hashable, so that a custom_vjp can carry it.
 
     with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
+    backend, chunks, exchange: arguments of the collectives (`api.py`).
     """
 
     axis: AxisName
@@ -34,20 +38,23 @@ class Message:
     algorithm: str = "auto"
     with_stats: bool = False
     label: Label = Label()
+    backend: str = "auto"
+    chunks: int = 1
+    exchange: str = "all_to_all"
 
     @property
     def ranks(self) -> int:
         return lax.axis_size(self.axis)
 
-    def key(self, key: jax.Array | None, hop: int) -> jax.Array | None:
-        """A key of its own for every hop, direction and rank: equal noise on all ranks would not average out."""
+    def key(self, key: jax.Array | None, hop: int, chunk: int = 0) -> jax.Array | None:
+        """A key of its own for every hop, direction, chunk and rank: equal noise would not average out."""
         if key is None or self.codec.rounding == "nearest":
             return None
-        key = jax.random.fold_in(key, 2 * hop + (self.label.direction == "backward"))
+        key = jax.random.fold_in(key, 4 * chunk + 2 * hop + (self.label.direction == "backward"))
         return jax.random.fold_in(to_varying(key, self.axis), lax.axis_index(self.axis))
 
-    def record(self, op: str, elements: int, dtype, hops: list[tuple[str, int]]) -> None:
-        """Lists the message: `hops` are (HLO opcode, uint8 elements of its output on one device)."""
+    def record(self, op: str, elements: int, dtype, hops: Hops) -> None:
+        """Lists the message and its hops in the site table."""
         p = self.ranks
         sent = sum(size * {"collective-permute": 1.0}.get(opcode, (p - 1) / p) for opcode, size in hops)
         sites.add(
@@ -56,6 +63,9 @@ class Message:
         )  # fmt: skip
 
 
-def merge(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Measures of two hops as one: the larger scale, the summed statistics."""
-    return jnp.concatenate([jnp.maximum(first[:1], second[:1]), first[1:] + second[1:]])
+def merge(measures: Sequence[jax.Array]) -> jax.Array:
+    """Measures of several hops and chunks as one: the largest scale, the summed statistics."""
+    total = measures[0]
+    for measure in measures[1:]:
+        total = jnp.concatenate([jnp.maximum(total[:1], measure[:1]), total[1:] + measure[1:]])
+    return total

@@ -7,17 +7,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import backend
-from taco_jax.collectives.message import Message
+from taco_jax.backend import Geometry
+from taco_jax.collectives.chunks import cut
+from taco_jax.collectives.exchange import after, swap
+from taco_jax.collectives.message import Hops, Message, merge
 from taco_jax.collectives.region import to_varying
 
 
 def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[jax.Array, jax.Array]:
     """[...] -> [P, ...]; the own shard is quantised too, so all ranks hold the same values."""
+
+    def send(wires):
+        gathered = lax.all_gather(wires[0], message.axis, to=to)
+        return gathered, [("all-gather", gathered.size)]
+
     x_1N = to_varying(x, message.axis).reshape(1, -1)
-    wires, measure = backend.encode(message.codec, x_1N, exponent, message.key(key, 0), message.with_stats)
-    gathered = lax.all_gather(wires[0], message.axis, to=to)
-    message.record("all_gather", message.ranks * x.size, x.dtype, [("all-gather", gathered.size)])
-    y_PN = backend.decode(message.codec, gathered, x.size, x.dtype, exponent)
+    y_PN, measure, hops = _send(message, x_1N, exponent, key, send, message.ranks)
+    message.record("all_gather", message.ranks * x.size, x.dtype, hops)
     return y_PN.reshape(-1, *x.shape), measure
 
 
@@ -25,20 +31,41 @@ def all_to_all(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Ar
     """Row r of [P, N] goes to rank r; row r of the result came from rank r. The own row stays as it is."""
     p, n = x_PN.shape
     x_PN = to_varying(x_PN, message.axis)
-    wires, measure = backend.encode(message.codec, x_PN, exponent, message.key(key, 0), message.with_stats)
-    received = lax.all_to_all(wires, message.axis, 0, 0, tiled=True)
-    message.record("all_to_all", p * n, x_PN.dtype, [("all-to-all", received.size)])
-    y_PN = backend.decode(message.codec, received, n, x_PN.dtype, exponent)
+    y_PN, measure, hops = _send(message, x_PN, exponent, key, lambda wires: swap(message, wires), p)
+    message.record("all_to_all", p * n, x_PN.dtype, hops)
     own = jnp.arange(p)[:, None] == lax.axis_index(message.axis)
     return jnp.where(own, x_PN, y_PN), measure
 
 
 def ppermute(message: Message, x: jax.Array, exponent, key, perm) -> tuple[jax.Array, jax.Array]:
     """x of the source rank; zeros on ranks that nobody sends to, as in jax.lax."""
+
+    def send(wires):
+        received = lax.ppermute(wires, message.axis, perm)
+        return received, [("collective-permute", received.size)]
+
     x_1N = to_varying(x, message.axis).reshape(1, -1)
-    wires, measure = backend.encode(message.codec, x_1N, exponent, message.key(key, 0), message.with_stats)
-    received = lax.ppermute(wires, message.axis, perm)
-    message.record("ppermute", x.size, x.dtype, [("collective-permute", received.size)])
-    y = backend.decode(message.codec, received, x.size, x.dtype, exponent).reshape(x.shape)
+    y_1N, measure, hops = _send(message, x_1N, exponent, key, send, 1)
+    message.record("ppermute", x.size, x.dtype, hops)
     receives = jnp.isin(lax.axis_index(message.axis), jnp.array([d for _, d in perm], jnp.int32))
+    y = y_1N.reshape(x.shape)
     return jnp.where(receives, y, jnp.zeros_like(y)), measure
+
+
+def _send(message: Message, x_QN, exponent, key, send, received: int) -> tuple[jax.Array, jax.Array, Hops]:
+    """Q messages, sent in chunks by `send` (wires -> received wires, hops), and the `received` messages decoded."""
+    codec, (q, n) = message.codec, x_QN.shape
+    x_S = x_QN.reshape(-1)
+    wires, measures, hops = [], [], []
+    for k, geometry in enumerate(cut(Geometry(q * n, q, n), message.chunks, codec.block)):
+        chunk, measure = backend.encode(
+            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        chunk, sent = send(after(wires, chunk))
+        wires.append(chunk)
+        measures.append(measure)
+        hops += sent
+    arrived = cut(Geometry(received * n, received, n), message.chunks, codec.block)
+    y_S = backend.decode_chunks(codec, arrived, wires, x_QN.dtype, exponent, backend=message.backend)
+    return y_S.reshape(received, n), merge(measures), hops

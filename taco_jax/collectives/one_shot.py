@@ -8,17 +8,31 @@ and end bit-identical.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import backend
-from taco_jax.collectives.message import Message
+from taco_jax.collectives.chunks import cut
+from taco_jax.collectives.exchange import after
+from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
 
 
 def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop."""
-    x_1N = to_varying(x, message.axis).reshape(1, -1)
-    wires, measure = backend.encode(message.codec, x_1N, exponent, message.key(key, 0), message.with_stats)
-    gathered = lax.all_gather(wires[0], message.axis, to="invarying")
-    message.record("psum", x.size, x.dtype, [("all-gather", gathered.size)])
-    return backend.sum_decode(message.codec, gathered, x.size, x.dtype, exponent).reshape(x.shape), measure
+    codec = message.codec
+    x_S = to_varying(x, message.axis).reshape(-1)
+    gathered, pieces, measures, hops = [], [], [], []
+    for k, geometry in enumerate(cut(backend.Geometry(x.size, 1, x.size), message.chunks, codec.block)):
+        wires, measure = backend.encode(
+            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        gathered.append(lax.all_gather(after(gathered, wires[0]), message.axis, to="invarying"))
+        n = geometry.per_message
+        pieces.append(backend.sum_decode(codec, gathered[-1], n, x.dtype, exponent, backend=message.backend))
+        measures.append(measure)
+        hops.append(("all-gather", gathered[-1].size))
+    message.record("psum", x.size, x.dtype, hops)
+    y = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    return y.reshape(x.shape), merge(measures)

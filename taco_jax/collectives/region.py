@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from taco_jax.compat import varying_axes
+from taco_jax.compat import as_varying, varying_axes
 
 AxisName = str | tuple[str, ...]
 
@@ -51,6 +51,4 @@ def check_region(axis: AxisName, entry: str) -> None:
 
 def to_varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
     """x typed varying over `axes` too; a no-op where it is already. Its transpose is a psum over the added axes."""
-    wanted = axis_tuple(axes) if isinstance(axes, str | tuple) else axes
-    missing = tuple(a for a in wanted if a not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return as_varying(x, axis_tuple(axes) if isinstance(axes, str | tuple) else axes)

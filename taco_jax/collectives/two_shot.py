@@ -6,7 +6,7 @@ Two hops for any number of ranks P, 2 (P-1)/P of a message sent by each. The mid
 is rotated on entry and on exit, and 1/P of it (the own chunk) once more. The owner's own term is never quantised on
 the first hop; on the second every rank, the owner too, decodes the same bytes, so all ranks end bit-identical.
 
-Dim letters: P ranks (chunks), N elements of a chunk.
+Dim letters: P ranks (shares), N elements of a share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import backend
+from taco_jax.collectives.chunks import chunk_elements, cut
+from taco_jax.collectives.exchange import after, swap
 from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
 
@@ -23,36 +25,38 @@ from taco_jax.collectives.region import to_varying
 def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops."""
     codec, p = message.codec, message.ranks
-    n = codec.block * -(-codec.n_blocks(x.size) // p)  # elements of a chunk: whole blocks
-    x_PN = _chunks(to_varying(x, message.axis), p, n)
-    rank = lax.axis_index(message.axis)
-    wires, first = backend.encode(codec, x_PN, exponent, message.key(key, 0), message.with_stats)
-    received = lax.all_to_all(wires, message.axis, 0, 0, tiled=True)
-    own_N = lax.dynamic_index_in_dim(x_PN, rank, keepdims=False)
-    wire, second = backend.reduce_encode(
-        codec, received, own_N, rank, exponent, message.key(key, 1), message.with_stats
-    )
-    gathered = lax.all_gather(wire, message.axis, to="invarying")
-    size = codec.wire_bytes(n) * p
-    message.record("psum", x.size, x.dtype, [("all-to-all", size), ("all-gather", size)])
-    y = backend.decode(codec, gathered, n, x.dtype, exponent).reshape(-1)
-    return (y if y.size == x.size else y[: x.size]).reshape(x.shape), merge(first, second)
+    share = backend.Geometry(x.size, p, chunk_elements(codec, x.size, p))
+    x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
+    options = {"with_stats": message.with_stats, "backend": message.backend}
+    chunks = cut(share, message.chunks, codec.block)
+    gathered, measures, hops = [], [], []
+    for k, geometry in enumerate(chunks):
+        wires, first = backend.encode(codec, geometry, x_S, exponent, message.key(key, 0, k), **options)
+        received, sent = swap(message, wires)
+        wire, second = backend.reduce_encode(
+            codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), **options
+        )
+        gathered.append(lax.all_gather(after(gathered, wire), message.axis, to="invarying"))
+        measures += [first, second]
+        hops += [*sent, ("all-gather", gathered[-1].size)]
+    message.record("psum", x.size, x.dtype, hops)
+    y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
+    return y.reshape(x.shape), merge(measures)
 
 
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
     """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
     codec, (p, n) = message.codec, x_PN.shape
-    x_PN = to_varying(x_PN, message.axis)
-    rank = lax.axis_index(message.axis)
-    wires, measure = backend.encode(codec, x_PN, exponent, message.key(key, 0), message.with_stats)
-    received = lax.all_to_all(wires, message.axis, 0, 0, tiled=True)
-    message.record("psum_scatter", p * n, x_PN.dtype, [("all-to-all", p * codec.wire_bytes(n))])
-    own_N = lax.dynamic_index_in_dim(x_PN, rank, keepdims=False)
-    return backend.reduce_decode(codec, received, own_N, rank, x_PN.dtype, exponent), measure
-
-
-def _chunks(x: jax.Array, p: int, n: int) -> jax.Array:
-    x = x.reshape(-1)
-    if x.size < p * n:
-        x = jnp.concatenate([x, jnp.zeros_like(x, shape=(p * n - x.size,))])
-    return x.reshape(p, n)
+    x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
+    pieces, measures, hops = [], [], []
+    for k, geometry in enumerate(cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)):
+        wires, measure = backend.encode(
+            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        received, sent = swap(message, wires)
+        pieces.append(backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend))
+        measures.append(measure)
+        hops += sent
+    message.record("psum_scatter", p * n, x_PN.dtype, hops)
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces), merge(measures)

@@ -1,0 +1,41 @@
+"""How the wires of a first hop change hands: row r of [P, W] goes to rank r, and row r of the result came from rank r.
+
+all_to_all is one collective. ring is P-1 permutations, each rank sending to the one s further on in step s = 1..P-1:
+the same bytes and the same result, for links on which an all_to_all of NCCL does badly. The rank's own row stays
+where it is. (A second hop cannot be staged so: the result of a permutation cannot be typed the same on every rank.)
+
+Dim letters: P ranks, W bytes of a wire.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax.collectives.message import Hops, Message
+
+
+def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
+    """`wire`, sent when the last of `arrived` (the wires of earlier chunks) is there.
+
+    A link carries one after the other in any case; XLA would join gathers that do not wait for each other into one, and
+    nothing could overlap with it.
+    """
+    return lax.optimization_barrier((wire, arrived[-1]))[0] if arrived else wire
+
+
+def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:
+    """(received uint8[P, W], what was sent)."""
+    p, w = wires_PW.shape
+    if message.exchange == "all_to_all":
+        return lax.all_to_all(wires_PW, message.axis, 0, 0, tiled=True), [("all-to-all", p * w)]
+    rank = lax.axis_index(message.axis)
+    row = lambda r: lax.dynamic_index_in_dim(wires_PW, r, keepdims=False)
+    received = [row(rank)]
+    for step in range(1, p):
+        perm = [(r, (r + step) % p) for r in range(p)]
+        received.append(lax.ppermute(row((rank + step) % p), message.axis, perm))
+    # What arrived in step s came from rank - s.
+    steps = (rank - jnp.arange(p)) % p
+    return jnp.take(jnp.stack(received), steps, axis=0), [("collective-permute", w)] * (p - 1)

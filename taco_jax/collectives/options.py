@@ -1,0 +1,70 @@
+"""The arguments that all collectives share: checked, and what they leave open decided for each direction's message."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+
+from taco_jax import tuned
+from taco_jax.codec import Codec, as_codec
+from taco_jax.collectives.message import Label, Message
+from taco_jax.collectives.region import AxisName, axis_tuple, check_region
+from taco_jax.plan import check_transport
+from taco_jax.scales import STATS_WIDTH, SiteScales
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked arguments that all collectives share; `codecs` are those of both directions."""
+
+    axis: AxisName
+    codecs: tuple[Codec, Codec]
+    scales: SiteScales
+    algorithm: str
+    min_bytes: int | None
+    backend: str
+    chunks: int | None
+    exchange: str
+    key: jax.Array | None
+
+    def message(self, codec: Codec, nbytes: int, label: Label) -> Message:
+        """The message of one direction, with what is left to the tuned values decided for its size."""
+        ranks = lax.axis_size(self.axis)
+        least, chunks, exchange = self.min_bytes, self.chunks, self.exchange
+        if least is None and not codec.exact:
+            least = tuned.default_min_bytes(codec.name, ranks)
+        if nbytes == 0 or (least is not None and nbytes < least):
+            # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
+            codec = as_codec("none")
+        if not codec.exact and (chunks is None or exchange == "auto"):
+            measured = tuned.transport(codec.name, ranks, nbytes)
+            chunks = measured[0] if chunks is None else chunks
+            exchange = measured[1] if exchange == "auto" else exchange
+        slot = self.scales.slot
+        with_stats = slot is not None and slot.shape[-1] == STATS_WIDTH
+        return Message(self.axis, codec, self.algorithm, with_stats, label, self.backend, chunks or 1, exchange)
+
+
+def check_options(entry, axis, codec, backward_codec, scales, key, groups, link, min_bytes, backend, chunks, exchange,
+                  algorithm="auto") -> Options:  # fmt: skip
+    """The options of a call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value."""
+    if groups is not None:
+        raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
+    for c in (codec, backward_codec):
+        if not isinstance(c, Codec | str | None):
+            raise TypeError(f"{entry}: codec={c!r} must be a preset name or a Codec")
+    codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec)
+    try:
+        check_transport(algorithm, link, backend, exchange, chunks)
+    except ValueError as error:
+        raise ValueError(f"{entry}: {error}") from None
+    if min_bytes is not None and min_bytes < 0:
+        raise ValueError(f"{entry}: min_bytes={min_bytes}: must be 0 or more bytes, or None for the tuned value")
+    if scales is not None and scales.slot is not None and scales.slot.shape not in ((2, 1), (2, STATS_WIDTH)):
+        raise ValueError(
+            f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics"
+        )
+    check_region(axis_tuple(axis) if not isinstance(axis, str) else axis, entry)
+    return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, key)

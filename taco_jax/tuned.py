@@ -1,0 +1,175 @@
+"""What `python -m taco_jax.tune` measured on a machine: from what size a codec pays, in how many chunks, by which
+exchange. Read when a collective is traced.
+
+    {"NVIDIA H100 80GB HBM3, 4 ranks, host memory": {"taco": {
+        "min_bytes": 262144,
+        "best": [{"bytes": 262144, "chunks": 1, "exchange": "all_to_all"}]}}}
+
+min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way at each measured
+size; a message takes that of the next smaller one. The file is ~/.cache/taco_jax/tuned.json, or the one that the
+environment variable TACO_JAX_TUNED names (an empty value: none). The CPU emulator reads only a file that is named so:
+it compresses everything, so that what is trained there is what is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from taco_jax.compat import region_device
+from taco_jax.plan import EXCHANGES
+
+VARIABLE = "TACO_JAX_TUNED"
+# Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
+DEFAULT_MIN_BYTES = 1 << 20
+NEVER = 1 << 62
+
+
+class TunedFileError(ValueError):
+    """The file of tuned values cannot be read. One line: file, key, rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """One codec on one link. min_bytes: None if compressing never paid. best: (bytes, chunks, exchange), by size."""
+
+    min_bytes: int | None
+    best: tuple[tuple[int, int, str], ...]
+
+    def transport(self, nbytes: int) -> tuple[int, str]:
+        """(chunks, exchange) for a message of `nbytes`."""
+        below = [row for row in self.best if row[0] <= nbytes]
+        return (below[-1] if below else self.best[0])[1:]
+
+
+def default_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taco_jax" / "tuned.json"
+
+
+def path(platform: str) -> Path | None:
+    """The file that devices of a platform read; None for none."""
+    if VARIABLE in os.environ:
+        return Path(os.environ[VARIABLE]) if os.environ[VARIABLE] else None
+    return None if platform == "cpu" else default_path()
+
+
+def link_label(environment: Mapping[str, str] = os.environ) -> str:
+    """How NCCL's messages move between the GPUs of a host, as far as its settings say."""
+    disabled = lambda name: environment.get(name, "0") not in ("", "0")
+    if not disabled("NCCL_P2P_DISABLE"):
+        return "nvlink or pcie p2p"
+    return "sockets" if disabled("NCCL_SHM_DISABLE") else "host memory"
+
+
+def entry_name(device_kind: str, ranks: int) -> str:
+    return f"{device_kind}, {ranks} ranks, {link_label()}"
+
+
+def read(file: Path) -> dict[str, dict[str, Tuned]]:
+    """{entry name: {codec: Tuned}}; {} where there is no file. Raises TunedFileError, naming the file and the key."""
+    try:
+        stamp = file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise TunedFileError(f"{file}: cannot be read ({error.strerror})") from error
+    return _read(file, stamp)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(file: Path, stamp: int) -> dict[str, dict[str, Tuned]]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise TunedFileError(f"{file}: is no JSON file ({error}); delete it, or run python -m taco_jax.tune") from None
+    return {
+        name: {codec: _tuned(file, f"{name!r}: {codec}", value) for codec, value in _dict(file, name, codecs).items()}
+        for name, codecs in _dict(file, "the file", content).items()
+    }
+
+
+def _dict(file, key, value) -> dict:
+    if not isinstance(value, dict):
+        _refuse(file, key, value, "must be an object")
+    return value
+
+
+def _tuned(file, key, value) -> Tuned:
+    fields = _dict(file, key, value)
+    unknown = sorted(fields.keys() ^ {"min_bytes", "best"})
+    if unknown:
+        _refuse(file, f"{key}.{unknown[0]}", fields.get(unknown[0]), "must have exactly the keys min_bytes and best")
+    least, best = fields["min_bytes"], fields["best"]
+    if least is not None and not _is_count(least, 0):
+        _refuse(file, f"{key}.min_bytes", least, "must be a number of bytes, or null for never")
+    if not isinstance(best, list) or not best:
+        _refuse(file, f"{key}.best", best, "must be a list with an entry for each measured size")
+    rows = []
+    for i, row in enumerate(best):
+        row = _dict(file, f"{key}.best[{i}]", row)
+        for field, good, rule in (
+            ("bytes", _is_count(row.get("bytes"), 0), "must be a number of bytes"),
+            ("chunks", _is_count(row.get("chunks"), 1), "must be 1 or more"),
+            ("exchange", row.get("exchange") in EXCHANGES[1:], f"must be {' or '.join(EXCHANGES[1:])}"),
+        ):
+            if not good:
+                _refuse(file, f"{key}.best[{i}].{field}", row.get(field), rule)
+        rows.append((row["bytes"], row["chunks"], row["exchange"]))
+    return Tuned(least, tuple(sorted(rows)))
+
+
+def _is_count(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse(file, key, value, rule: str):
+    raise TunedFileError(f"{file}: {key}={json.dumps(value)[:60]}: {rule}; run python -m taco_jax.tune again")
+
+
+def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
+    """Puts one entry into the file; other entries, and this one's other codecs, stay."""
+    content = read(file)
+    content = content | {entry: content.get(entry, {}) | dict(codecs)}
+    plain = {
+        name: {
+            codec: {
+                "min_bytes": tuned.min_bytes,
+                "best": [dict(zip(("bytes", "chunks", "exchange"), row)) for row in tuned.best],
+            }
+            for codec, tuned in by_codec.items()
+        }
+        for name, by_codec in content.items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # A reader sees the old file or the new one, never half of one.
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(plain, indent=1) + "\n")
+    new.replace(file)
+
+
+def find(codec_name: str, ranks: int, device=None) -> Tuned | None:
+    """What was measured for a codec, by default on the device that is traced for; None if nothing was."""
+    device = region_device() if device is None else device
+    file = path(device.platform)
+    if file is None:
+        return None
+    return read(file).get(entry_name(device.device_kind, ranks), {}).get(codec_name)
+
+
+def default_min_bytes(codec_name: str, ranks: int, device=None) -> int:
+    """The message size from which a layer compresses when its `min_bytes` is None."""
+    device = region_device() if device is None else device
+    tuned = find(codec_name, ranks, device)
+    if tuned is None:
+        return 0 if device.platform == "cpu" else DEFAULT_MIN_BYTES
+    return NEVER if tuned.min_bytes is None else tuned.min_bytes
+
+
+def transport(codec_name: str, ranks: int, nbytes: int) -> tuple[int, str]:
+    """(chunks, exchange) of a message that leaves them open: the fastest measured, else one all_to_all."""
+    tuned = find(codec_name, ranks)
+    return (1, "all_to_all") if tuned is None else tuned.transport(nbytes)

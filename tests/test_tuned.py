@@ -1,0 +1,171 @@
+"""The file of tuned values: what is read from it when a collective is traced, and what it must look like."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hlo import counts
+from shards import per_rank
+
+import taco_jax
+from taco_jax import tuned
+from taco_jax.tuned import Tuned, TunedFileError
+
+NAME = "cpu, 4 ranks, nvlink or pcie p2p"
+TACO = Tuned(4096, ((1024, 1, "all_to_all"), (8192, 2, "ring"), (1 << 20, 4, "all_to_all")))
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "tuned.json"
+    monkeypatch.setenv("TACO_JAX_TUNED", str(path))
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    return path
+
+
+def test_written_and_read(file):
+    assert tuned.read(file) == {}
+    tuned.write(file, NAME, {"taco": TACO})
+    tuned.write(file, NAME, {"int8h": Tuned(None, TACO.best)})
+    tuned.write(file, "another machine", {"taco": Tuned(0, TACO.best)})
+    assert tuned.read(file) == {
+        NAME: {"taco": TACO, "int8h": Tuned(None, TACO.best)}, "another machine": {"taco": Tuned(0, TACO.best)},
+    }  # fmt: skip
+    assert [p.name for p in file.parent.iterdir()] == ["tuned.json"]
+
+
+def test_a_message_takes_the_next_smaller_size():
+    assert [TACO.transport(n) for n in (1, 1024, 8191, 8192, 1 << 19, 1 << 30)] == [
+        (1, "all_to_all"), (1, "all_to_all"), (1, "all_to_all"), (2, "ring"), (2, "ring"), (4, "all_to_all"),
+    ]  # fmt: skip
+
+
+def sent(elements, compression, ranks=4):
+    x_P = np.ones((ranks, elements), np.float32)
+    f = per_rank(lambda x: taco_jax.tensor_parallel.reduce_from_tp(x, "tp", compression), ranks, invarying_out=True)
+    return counts(f.lower(x_P).compile())
+
+
+def test_layers_do_as_tuned(file):
+    tuned.write(file, NAME, {"taco": TACO, "int8h": Tuned(None, TACO.best)})
+    assert sent(1023, "taco") == {"all-reduce": 1}  # 4,092 bytes
+    assert sent(1024, "taco") == {"all-to-all": 1, "all-gather": 1}
+    assert sent(2048, "taco") == {"collective-permute": 6, "all-gather": 2}
+    assert sent(1 << 16, "int8h") == {"all-reduce": 1}  # never paid
+    assert sent(64, "int6h") == {"all-to-all": 1, "all-gather": 1}  # not measured: the default, on CPU all of them
+    assert sent(2048, "taco", ranks=8) == {"all-to-all": 1, "all-gather": 1}
+    # What is said wins over what was measured.
+    explicit = taco_jax.Compression("int8h", min_bytes=0, chunks=1, exchange="all_to_all")
+    assert sent(2048, explicit) == {"all-to-all": 1, "all-gather": 1}
+
+
+def test_raw_collectives_ask_only_where_they_are_told_to(file):
+    tuned.write(file, NAME, {"taco": TACO})
+    x_P = np.ones((4, 2048), np.float32)
+
+    def number(**options):
+        f = per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", **options), 4, invarying_out=True)
+        return counts(f.lower(x_P).compile())
+
+    assert number() == {"collective-permute": 3, "all-gather": 1}  # exchange is auto
+    assert number(chunks=None) == {"collective-permute": 6, "all-gather": 2}
+    assert number(min_bytes=1 << 20) == {"all-reduce": 1}
+    x_P = np.ones((4, 512), np.float32)
+    assert number() == {"all-to-all": 1, "all-gather": 1} and number(min_bytes=None) == {"all-reduce": 1}
+
+
+def test_each_direction_has_its_codecs_crossover(file):
+    tuned.write(file, NAME, {"taco": TACO, "int8h": Tuned(None, TACO.best)})
+    x_P = np.ones((4, 1024), np.float32)
+    compression = taco_jax.Compression("taco", "int8h")
+
+    def local(x):
+        import jax
+
+        y, pull = jax.vjp(lambda x: taco_jax.tensor_parallel.gather_from_sp(x, "tp", compression, dim=0), x)
+        return pull(y)[0]
+
+    number = counts(per_rank(local, 4).lower(x_P).compile())
+    assert number["reduce-scatter"] == 1 and number["all-gather"] >= 1 and "all-to-all" not in number
+
+
+def test_the_file_of_a_platform(monkeypatch, tmp_path):
+    monkeypatch.delenv("TACO_JAX_TUNED")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned.path("cpu") is None
+    assert tuned.path("gpu") == tuned.default_path() == tmp_path / "taco_jax" / "tuned.json"
+    monkeypatch.setenv("TACO_JAX_TUNED", "")
+    assert tuned.path("gpu") is None
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
+    cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
+    assert tuned.default_min_bytes("taco", 4, gpu) == 1 << 20 and tuned.default_min_bytes("taco", 4, cpu) == 0
+
+
+@pytest.mark.parametrize(
+    "environment,label",
+    [
+        ({}, "nvlink or pcie p2p"),
+        ({"NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "1"}, "nvlink or pcie p2p"),
+        ({"NCCL_P2P_DISABLE": "1"}, "host memory"),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "sockets"),
+    ],
+)
+def test_links(environment, label):
+    assert tuned.link_label(environment) == label
+
+
+def entry(**changes):
+    return {"min_bytes": 1, "best": [{"bytes": 1, "chunks": 1, "exchange": "ring"}]} | changes
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("{", "is no JSON file"),
+        ("[]", "the file=[]: must be an object"),
+        (json.dumps({"a": 3}), "a=3: must be an object"),
+        (json.dumps({"a": {"taco": entry(min_bytes="1")}}), "'a': taco.min_bytes=\"1\": must be a number of bytes"),
+        (json.dumps({"a": {"taco": entry(best=[])}}), "'a': taco.best=[]: must be a list"),
+        (json.dumps({"a": {"taco": entry(more=1)}}), "'a': taco.more=1: must have exactly the keys"),
+        (
+            json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 0, "exchange": "ring"}])}}),
+            "taco.best[0].chunks=0: must be 1 or more",
+        ),
+        (
+            json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 1, "exchange": "auto"}])}}),
+            'taco.best[0].exchange="auto": must be all_to_all or ring',
+        ),
+    ],
+)
+def test_a_bad_file_names_itself_and_the_key(text, message, file):
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(TunedFileError) as error:
+        sent(64, "taco")
+    assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(TunedFileError, match="cannot be read|is no JSON file"):
+        tuned.read(tmp_path)
+
+
+def test_a_bad_file_is_one_line_of_the_trainer(file, capsys, tmp_path):
+    from taco_jax import cli
+    from taco_jax.train import main
+
+    file.parent.mkdir()
+    file.write_text("nonsense")
+    assert cli.run(main, ["--mesh.tp", "2", "--workdir", str(tmp_path / "run"), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: compression: {file}: is no JSON file")
+
+
+def test_a_new_file_is_seen(file):
+    tuned.write(file, NAME, {"taco": TACO})
+    assert tuned.read(file)[NAME]["taco"].min_bytes == 4096
+    tuned.write(file, NAME, {"taco": Tuned(1, TACO.best)})
+    os.utime(file, ns=(1, 1))  # whatever the clock's resolution
+    assert tuned.read(file)[NAME]["taco"].min_bytes == 1
