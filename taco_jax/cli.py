@@ -15,8 +15,9 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
 
@@ -32,18 +33,24 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
     Raises ConfigError with one line for an unknown flag, a value of the wrong type, or a file that holds no config.
     `--help` prints the help and exits with code 0.
     """
-    import tyro
-
     path, rest = _take_config(list(args))
     default = TrainConfig() if path is None else load(path)
-    if not {"-h", "--help"} & set(rest):
-        _check_flags(rest)
+    return parse_flags(default, rest, prog=f"{prog} [--config FILE.py]", description=DESCRIPTION, more={"config"})
+
+
+def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: str, more: Set[str] = frozenset()) -> Any:
+    """A copy of a config dataclass with the fields that the flags name replaced. Errors as of `parse`.
+
+    more: flags that the help may name and that were taken before.
+    """
+    import tyro
+
+    if not {"-h", "--help"} & set(args):
+        _check_flags(args, {key.replace("_", "-") for key in keys(default)} | {"help", *more})
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                TrainConfig, default=default, args=rest, prog=f"{prog} [--config FILE.py]", description=DESCRIPTION
-            )
+            return tyro.cli(type(default), default=default, args=list(args), prog=prog, description=description)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -89,9 +96,8 @@ def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
     return (paths[0] if paths else None), rest
 
 
-def _check_flags(args: Sequence[str]) -> None:
+def _check_flags(args: Sequence[str], known: set[str]) -> None:
     """Unknown flags, each with the nearest known one. A dash and an underscore mean the same."""
-    known = {key.replace("_", "-") for key in keys(TrainConfig())} | {"config", "help"}
     for arg in args:
         if not re.match(r"--[A-Za-z]", arg):
             continue

@@ -1,0 +1,273 @@
+"""Measures on this machine's devices from what message size each codec pays, and how it is best sent.
+
+    python -m taco_jax.tune [--codecs taco int6h] [--output FILE]
+
+For each size and codec it times psum with the codec against psum without, in turn: first as one all_to_all and as a
+ring, then the faster of them in chunks. Prints a table and puts the result into the file that layers read
+(`taco_jax.tuned`), under the device's name, the number of ranks and the link; measure each link by itself
+(`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from taco_jax import cli
+from taco_jax.codec import CODECS, FLOAT_DTYPES
+from taco_jax.config import ConfigError, nearest
+from taco_jax.plan import BACKENDS, EXCHANGES
+
+FACTOR = 4  # from one message size to the next
+TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
+RANGE_BITS = {"bfloat16": 160, "float32": 160, "float16": 20}  # that values may grow by, half of it below 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    """What is measured, and where the result goes."""
+
+    codecs: tuple[str, ...] = ("taco", "int6h", "int4h")
+    """Codecs to measure."""
+    smallest: int = 1 << 16
+    """Smallest message, in bytes of the tensor that is reduced; the next ones are 4 times as large."""
+    largest: int = 1 << 28
+    """No message is larger than this many bytes."""
+    chunks: tuple[int, ...] = (1, 2, 4)
+    """Numbers of chunks to try."""
+    smallest_chunk: int = 1 << 20
+    """Chunks of fewer bytes of the tensor are not tried."""
+    exchanges: tuple[str, ...] = ("all_to_all", "ring")
+    """Ways of the first hop to try: all_to_all, ring."""
+    ranks: int | None = None
+    """Devices that take part; None takes all."""
+    dtype: str = "bfloat16"
+    """Type of the tensor: bfloat16, float16 or float32."""
+    backend: str = "auto"
+    """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto, a kernel where the device has one."""
+    repeats: int = 7
+    """Timed calls of each program; their median counts."""
+    output: str | None = None
+    """File of the result; None takes the one that layers read."""
+    devices: str | None = None
+    """'cpu:8' emulates eight devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
+
+    @property
+    def sizes(self) -> list[int]:
+        sizes = [self.smallest]
+        while sizes[-1] * FACTOR <= self.largest:
+            sizes.append(sizes[-1] * FACTOR)
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The fastest way of one codec at one size, and the exact psum timed in turn with it."""
+
+    bytes: int
+    chunks: int
+    exchange: str
+    seconds: float
+    exact_seconds: float
+
+
+def check(config: TuneConfig) -> TuneConfig:
+    """Returns `config`, or raises ConfigError with one line."""
+
+    def require(holds, key, value, rule):
+        if not holds:
+            raise ConfigError(f"{key}={value!r}: {rule}")
+
+    compressed = [name for name, codec in CODECS.items() if not codec.exact]
+    require(config.codecs, "codecs", (), "name at least one")
+    for name in config.codecs:
+        require(name in compressed, "codecs", name, f"no such codec preset; {nearest(name, compressed)}")
+    for exchange in config.exchanges:
+        require(exchange in EXCHANGES[1:], "exchanges", exchange, nearest(exchange, EXCHANGES[1:]))
+    require(config.exchanges, "exchanges", (), "name at least one")
+    require(config.chunks and min(config.chunks) >= 1, "chunks", config.chunks, "must be numbers of at least 1")
+    require(config.backend in BACKENDS, "backend", config.backend, nearest(config.backend, BACKENDS))
+    require(config.dtype in FLOAT_DTYPES, "dtype", config.dtype, nearest(config.dtype, FLOAT_DTYPES))
+    require(config.smallest >= 4, "smallest", config.smallest, "must be at least 4 bytes")
+    require(config.largest >= config.smallest, "largest", config.largest, f"must be at least {config.smallest}")
+    for key, least in (("repeats", 1), ("smallest_chunk", 1), ("ranks", 2)):
+        value = getattr(config, key)
+        require(value is None or value >= least, key, value, f"must be at least {least}")
+    return config
+
+
+def main(args: Sequence[str]) -> int:
+    config = check(
+        cli.parse_flags(TuneConfig(), args, prog="python -m taco_jax.tune", description=__doc__.split("\n\n")[0])
+    )
+    cli.select_devices(config.devices)
+    from pallas_kernels import KernelUnavailableError
+    from taco_jax import tuned
+
+    try:
+        tune(config)
+    except (KernelUnavailableError, tuned.TunedFileError) as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+def tune(config: TuneConfig) -> dict[str, list[Point]]:
+    """Measures, prints, and writes the file. Returns the points of each codec, by size.
+
+    Raises:
+      ConfigError: too few devices, or more than one process. KernelUnavailableError: a forced backend that cannot run.
+    """
+    import jax
+
+    from taco_jax import backend, tuned
+
+    devices = jax.devices()
+    ranks = len(devices) if config.ranks is None else config.ranks
+    if jax.process_count() > 1:
+        raise ConfigError("tune runs in one process that drives all devices, this run has several")
+    if not 2 <= ranks <= len(devices):
+        raise ConfigError(f"ranks={ranks}: must be at least 2 and at most the {len(devices)} devices there are")
+    for codec in config.codecs:
+        backend.check_backend(codec, devices[0], config.dtype, config.backend)
+    file = Path(config.output) if config.output else tuned.path("gpu") or tuned.default_path()
+    tuned.read(file)  # raises now what it would raise at the end
+    entry = tuned.entry_name(devices[0].device_kind, ranks)
+    mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:ranks])
+    print(f"{entry}; psum of {config.dtype}, medians of {config.repeats}", flush=True)
+    points: dict[str, list[Point]] = {codec: [] for codec in config.codecs}
+    for nbytes in config.sizes:
+        for codec in config.codecs:
+            points[codec].append(_best(config, mesh, codec, nbytes))
+            print(_sentence(codec, points[codec][-1]), flush=True)
+    _print_table(points)
+    result = {
+        codec: tuned.Tuned(crossover(found), tuple((p.bytes, p.chunks, p.exchange) for p in found))
+        for codec, found in points.items()
+    }
+    tuned.write(file, entry, result)
+    for codec, value in result.items():
+        pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
+        print(f"{codec} pays {pays}")
+    print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
+    return points
+
+
+def crossover(points: Sequence[Point]) -> int | None:
+    """The smallest size from which on the codec was faster than the exact psum; None if it is not at the largest."""
+    least = None
+    for point in sorted(points, key=lambda p: p.bytes, reverse=True):
+        if point.seconds >= point.exact_seconds:
+            break
+        least = point.bytes
+    return least
+
+
+def _best(config: TuneConfig, mesh, codec: str, nbytes: int) -> Point:
+    """The fastest exchange in the fewest chunks, then that exchange in more of them."""
+    import jax.numpy as jnp
+
+    ranks = mesh.devices.size
+    x = _tensor(mesh, nbytes // jnp.dtype(config.dtype).itemsize, config.dtype)
+    chunks = sorted({c for c in config.chunks if c * config.smallest_chunk <= nbytes}) or [min(config.chunks)]
+    # Two ranks gather each other's wire in one hop: there is nothing to exchange.
+    exchanges = config.exchanges if ranks > 2 else config.exchanges[:1]
+    found = _time(config, mesh, codec, x, [(chunks[0], exchange) for exchange in exchanges])
+    if len(chunks) > 1:
+        fastest = min(found, key=lambda p: p.seconds / p.exact_seconds).exchange
+        found += _time(config, mesh, codec, x, [(c, fastest) for c in chunks[1:]])
+    # Times of two calls compare as ratios to the exact psum of the same call.
+    return min(found, key=lambda p: p.seconds / p.exact_seconds)
+
+
+def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[tuple[int, str]]) -> list[Point]:
+    """Medians of the ways (chunks, exchange), each round of them with an exact psum before it."""
+    nbytes = x.nbytes // mesh.devices.size
+    rounds = _rounds(mesh, nbytes, config.dtype)
+    programs = [_program(mesh, rounds, codec="none")]
+    programs += [_program(mesh, rounds, codec=codec, chunks=c, exchange=e, backend=config.backend) for c, e in ways]
+    for program in programs:
+        program(x).block_until_ready()
+    seconds: list[list[float]] = [[] for _ in programs]
+    for _ in range(config.repeats):
+        for program, times in zip(programs, seconds):
+            start = time.perf_counter()
+            program(x).block_until_ready()
+            times.append((time.perf_counter() - start) / rounds)
+    exact, *medians = (statistics.median(times) for times in seconds)
+    return [Point(nbytes, c, e, median, exact) for (c, e), median in zip(ways, medians)]
+
+
+def _program(mesh, rounds: int, **options):
+    """jit of `rounds` psums, each of the one before it: nothing else runs, and launching the program hardly counts."""
+    import jax
+    from jax import lax
+    from jax.sharding import PartitionSpec as P
+
+    import taco_jax
+    from taco_jax.collectives import to_varying
+
+    def local(x_1S):
+        one = lambda _, x_S: to_varying(taco_jax.psum(x_S, "tp", **options), "tp")
+        return lax.fori_loop(0, rounds, one, x_1S[0])[None]
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+
+
+def _rounds(mesh, nbytes: int, dtype: str) -> int:
+    """Psums of a timed call. Each multiplies the values by the number of ranks: they must stay finite."""
+    ranks, bits = mesh.devices.size, RANGE_BITS[dtype]
+    wanted = 2 if mesh.devices.flat[0].platform == "cpu" else max(2, min(100, TARGET_BYTES // nbytes))
+    return min(wanted, int(bits / math.log2(ranks)))
+
+
+def _tensor(mesh, elements: int, dtype: str):
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    def make():
+        x = jax.random.normal(jax.random.key(0), (mesh.devices.size, elements), dtype)
+        return x * 2.0 ** (-RANGE_BITS[dtype] / 2)
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P("tp")))()
+
+
+def size_name(nbytes: int) -> str:
+    """1048576 -> "1 MiB"."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes:,} bytes"
+
+
+def _row(point: Point) -> tuple[str, ...]:
+    ratio = point.exact_seconds / point.seconds
+    times = (f"{1e3 * point.exact_seconds:.3f}", f"{1e3 * point.seconds:.3f}", f"{ratio:.2f}")
+    return (size_name(point.bytes), *times, str(point.chunks), point.exchange)
+
+
+def _sentence(codec: str, point: Point) -> str:
+    size, exact, ours, ratio, chunks, exchange = _row(point)
+    return f"  {size:>8} {codec}: {ours} ms, exact {exact} ms, {ratio}x, chunks {chunks}, {exchange}"
+
+
+def _print_table(points: dict[str, list[Point]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="psum: time of the codec against the exact sum")
+    for column in ("codec", "message", "exact, ms", "codec, ms", "ratio", "chunks", "exchange"):
+        table.add_column(column, justify="left" if column in ("codec", "exchange") else "right")
+    for codec, found in points.items():
+        for point in found:
+            table.add_row(codec, *_row(point))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

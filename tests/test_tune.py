@@ -1,0 +1,130 @@
+"""`python -m taco_jax.tune`: what it measures, prints and writes, on emulated devices; and what it refuses."""
+
+import json
+
+import pytest
+from helpers import make_mesh
+
+from taco_jax import cli, tune, tuned
+from taco_jax.config import ConfigError
+from taco_jax.tune import Point, TuneConfig, check, crossover
+
+SMALL = ("--codecs", "taco", "mxfp4", "--smallest", "4096", "--largest", "20000", "--smallest-chunk", "8192",
+         "--repeats", "1", "--ranks", "4")  # fmt: skip
+
+
+def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "new" / "tuned.json"
+    assert cli.run(tune.main, [*SMALL, "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "cpu, 4 ranks, nvlink or pcie p2p; psum of bfloat16",
+        "4 KiB",
+        "16 KiB",
+        "ratio",
+        f"written to {file}",
+    ):
+        assert text in out
+    found = tuned.read(file)["cpu, 4 ranks, nvlink or pcie p2p"]
+    assert sorted(found) == ["mxfp4", "taco"]
+    for value in found.values():
+        assert [row[0] for row in value.best] == [4096, 16384]
+        assert value.best[0][1] == 1 and value.best[1][1] in (1, 2)  # 4 chunks of 16 KiB would be too small
+    # Layers read it where the variable names it.
+    monkeypatch.setenv("TACO_JAX_TUNED", str(file))
+    assert tuned.transport("taco", 4, 16384) == found["taco"].best[1][1:]
+
+
+def test_the_ways_that_are_tried(monkeypatch):
+    tried = []
+
+    def time(config, mesh, codec, x, ways):
+        tried.append(list(ways))
+        seconds = {(1, "ring"): 2.0, (2, "ring"): 1.0}
+        return [Point(x.nbytes // 4, *way, seconds.get(way, 3.0), 2.5) for way in ways]
+
+    monkeypatch.setattr(tune, "_time", time)
+    config = TuneConfig(smallest_chunk=1024)
+    best = tune._best(config, make_mesh(tp=4), "taco", 4096)
+    assert tried == [[(1, "all_to_all"), (1, "ring")], [(2, "ring"), (4, "ring")]]
+    assert best == Point(4096, 2, "ring", 1.0, 2.5)
+    tried.clear()
+    tune._best(TuneConfig(smallest_chunk=4096), make_mesh(tp=4), "taco", 4096)
+    assert tried == [[(1, "all_to_all"), (1, "ring")]]
+    tried.clear()
+    tune._best(config, make_mesh(tp=2), "taco", 4096)  # two ranks exchange in one hop
+    assert tried == [[(1, "all_to_all")], [(2, "all_to_all"), (4, "all_to_all")]]
+
+
+@pytest.mark.parametrize(
+    "faster,expected",
+    [("yyyy", 1), ("nyyy", 4), ("ynyy", 16), ("nnny", 64), ("nnnn", None), ("yyyn", None)],
+)
+def test_the_crossover(faster, expected):
+    points = [Point(4**i, 1, "ring", 1.0 if f == "y" else 3.0, 2.0) for i, f in enumerate(faster)]
+    assert crossover(points) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_stay_finite(dtype):
+    """In a timed program every psum is of the one before it."""
+    import numpy as np
+
+    mesh = make_mesh(tp=8)
+    rounds = int(tune.RANGE_BITS[dtype] / 3)
+    y = np.float64(tune._program(mesh, rounds, codec="none")(tune._tensor(mesh, 64, dtype)))
+    assert np.isfinite(y).all() and np.abs(y).max() > 1
+    ours = np.float64(tune._program(mesh, rounds, codec="int8h")(tune._tensor(mesh, 64, dtype)))
+    assert np.abs(ours - y).max() < 0.2 * np.abs(y).max()
+
+
+def test_sizes():
+    assert TuneConfig().sizes == [4**i << 16 for i in range(7)]  # 64 KiB to 256 MiB
+    assert [tune.size_name(n) for n in (1 << 16, 1 << 28, 100)] == ["64 KiB", "256 MiB", "100 bytes"]
+    assert check(TuneConfig()) == TuneConfig()
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--codecs", "tacoo"], "codecs='tacoo': no such codec preset; did you mean 'taco'?"),
+        (["--codecs", "none"], "codecs='none': no such codec preset"),
+        (["--codec", "taco"], "unknown option --codec; did you mean --codecs?"),
+        (["--exchanges", "rings"], "exchanges='rings': did you mean 'ring'?"),
+        (["--chunks", "0"], "chunks=(0,): must be numbers of at least 1"),
+        (["--backend", "jax"], "backend='jax'"),
+        (["--dtype", "int8"], "dtype='int8'"),
+        (["--smallest", "abc"], "--smallest: invalid literal"),
+        (["--largest", "1"], "largest=1: must be at least 65536"),
+        (["--ranks", "1"], "ranks=1: must be at least 2"),
+        (["--ranks", "99"], "ranks=99: must be at least 2 and at most the 8 devices there are"),
+        (["--backend", "mosaic"], "backend 'mosaic' cannot encode codec 'taco' on cpu"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, tmp_path):
+    assert cli.run(tune.main, [*args, "--output", str(tmp_path / "tuned.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_file_is_found_before_anything_is_measured(tmp_path, capsys):
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"a": {"taco": {}}}))
+    assert cli.run(tune.main, ["--output", str(file)]) == 2
+    assert f"{file}: 'a': taco.best=null: must have exactly the keys" in capsys.readouterr().err
+
+
+def test_the_command(run_python, tmp_path):
+    run = run_python(["-m", "taco_jax.tune", *SMALL, "--devices", "cpu:4", "--output", "t.json"], devices=None)
+    assert "taco pays" in run.stdout and "TACO_JAX_TUNED" in run.stdout and run.stderr == ""
+    assert tuned.read(tmp_path / "t.json")
+    assert "Codecs to measure" in run_python(["-m", "taco_jax.tune", "--help"], devices=None).stdout
+
+
+def test_several_processes_are_refused(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="in one process"):
+        tune.tune(TuneConfig())
