@@ -1,6 +1,6 @@
 """decode: unpack, rotate back, scale and cast; one pass over memory.
 
-    x = H (s q) = s (H q): the codes themselves go through the tensor cores, exact in float16, and the scale comes after.
+x = H (s q) = s (H q): the codes themselves go through the tensor cores, exact in float16, and the scale comes after.
 """
 
 from __future__ import annotations

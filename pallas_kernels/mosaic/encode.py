@@ -1,6 +1,6 @@
 """encode: rotate, scale, cast and pack, one pass over memory; what the kernel writes is the wire itself.
 
-    z = H x;   s = max(max|z|, 2^-100) / Qmax, rounded up;   q = cast(clip(z / s))     (`taco_jax/codec.py`)
+z = H x;   s = max(max|z|, 2^-100) / Qmax, rounded up;   q = cast(clip(z / s))     (`taco_jax/codec.py`)
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         plgpu.wait_smem_to_gmem(0)
         max_g[lax.axis_index(pipeline.AXIS)] = jnp.max(largest)
 
-    x_type = plgpu.SMEM((stages, ROWS, tiling.row), x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk))
+    x_type = plgpu.SMEM(
+        (stages, ROWS, tiling.row), x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk)
+    )
     out_type = [
         jax.ShapeDtypeStruct((messages, tiling.message_bytes), jnp.uint8),
         jax.ShapeDtypeStruct((ctas,), jnp.float32),

@@ -95,7 +95,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
                 return jnp.maximum(largest, writer.write(jnp.int32(0), row, parity, list(total), noise))
-            values = rotator.unrotate(list(total), m_s, y_dtype)
+            values = rotator.unrotate(list(total), m_s)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i, v in enumerate(values):
                 out_s[:, pl.ds(i * tiling.chunk, tiling.chunk)] = v.astype(y_dtype)

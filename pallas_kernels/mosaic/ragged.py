@@ -1,0 +1,125 @@
+"""What the tiles do not cover: a partial last row, and messages that are short or do not start at a row.
+
+A large array is never copied for its tail: the kernel runs over its whole rows, and the last, partial row goes through
+the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or several
+messages whose length is no multiple of a row, are padded.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import Format, Geometry
+from pallas_kernels.mosaic.tiling import ROWS, Tiling
+
+
+def row_elements(fmt: Format) -> int:
+    return max(128, fmt.block)
+
+
+def tiles_fit(fmt: Format, geometry: Geometry) -> bool:
+    """Whether the messages are whole rows (one message: at least 64 of them, and a tail)."""
+    row = row_elements(fmt)
+    n, g = geometry.per_message, geometry
+    if n < ROWS * row or g.offset % row:
+        return False
+    return (g.messages == 1 and g.is_whole) or (n % row == 0 and g.distance % row == 0)
+
+
+def padded(fmt: Format, geometry: Geometry) -> Geometry:
+    """The geometry of the same messages, each padded with zeros to whole tiles, side by side."""
+    tile = ROWS * row_elements(fmt)
+    n = -(-geometry.per_message // tile) * tile
+    return Geometry(n * geometry.messages, geometry.messages, n)
+
+
+def rows_of(fmt: Format, x_S: jax.Array) -> jax.Array:
+    """The whole rows of x, [R, row]; a prefix, which XLA hands to a kernel without a copy."""
+    row = row_elements(fmt)
+    whole = x_S.size // row * row
+    return (x_S if whole == x_S.size else x_S[:whole]).reshape(-1, row)
+
+
+def tail(fmt: Format, geometry: Geometry) -> tuple[int, int, int] | None:
+    """(message, first block in it, elements) of x's partial last row; None where there is none in these messages."""
+    row = row_elements(fmt)
+    start = geometry.elements // row * row
+    if start == geometry.elements or start < geometry.offset:
+        return None
+    message = (start - geometry.offset) // geometry.distance
+    within = start - geometry.offset - message * geometry.distance
+    if message >= geometry.messages or within >= geometry.per_message:
+        return None
+    return message, within // fmt.block, min(geometry.elements - start, geometry.per_message - within)
+
+
+def tile_of(fmt: Format, x_t: jax.Array) -> jax.Array:
+    """Less than a row, padded with zeros to one tile [64, row]."""
+    row = row_elements(fmt)
+    return jnp.concatenate([x_t, jnp.zeros_like(x_t, shape=(ROWS * row - x_t.size,))]).reshape(ROWS, row)
+
+
+def tile_tiling(fmt: Format, messages: int, interpret) -> Tiling:
+    """The tiling of `messages` messages of one tile each."""
+    n = ROWS * row_elements(fmt)
+    return Tiling(fmt, Geometry(n * messages, messages, n), interpret)
+
+
+def messages_of(geometry: Geometry, x_S: jax.Array, n: int) -> jax.Array:
+    """x -> [P, n], each message padded with zeros."""
+    g = geometry
+    whole = g.messages * g.distance
+    if x_S.size < whole:
+        x_S = jnp.concatenate([x_S, jnp.zeros_like(x_S, shape=(whole - x_S.size,))])
+    x_PN = x_S.reshape(g.messages, g.distance)[:, g.offset : g.offset + g.per_message]
+    return jnp.pad(x_PN, ((0, 0), (0, n - g.per_message)))
+
+
+def relay(fmt: Format, wires: jax.Array, n: int, to: int) -> jax.Array:
+    """Wires of messages of n elements -> of `to` elements: blocks are cut off, or zero bytes are added."""
+    sections = [wires[:, o : o + length] for o, length in fmt.sections(n)]
+    return _assemble(fmt, sections, to)
+
+
+def take_blocks(fmt: Format, wires: jax.Array, n: int, first: int, count: int) -> jax.Array:
+    """Blocks first..first + count of every message, as wires of messages of one tile."""
+    sections = [wires[:, o : o + length] for (o, length) in _pieces(fmt, n, first, count)]
+    return _assemble(fmt, sections, ROWS * row_elements(fmt))
+
+
+def put_blocks(fmt: Format, wires, n: int, message: int, first: int, count: int, tile_wire, keep=None) -> jax.Array:
+    """Puts the first blocks of a tile's wire [1, W] into a message; where `keep` is true, nothing changes."""
+    tile = _pieces(fmt, ROWS * row_elements(fmt), 0, count)
+    for (o, length), (o_tile, _) in zip(_pieces(fmt, n, first, count), tile):
+        new = tile_wire[:, o_tile : o_tile + length]
+        if keep is not None:
+            new = jnp.where(keep, wires[message : message + 1, o : o + length], new)
+        wires = lax.dynamic_update_slice(wires, new, (message, o))
+    return wires
+
+
+def _pieces(fmt: Format, n: int, first: int, count: int) -> list[tuple[int, int]]:
+    """(offset, length) of some blocks' bytes in each section; scale "site" has no bytes of a block."""
+    codes, *planes = fmt.sections(n)
+    block_bytes = fmt.block * fmt.bits // 8
+    out = [(codes[0] + first * block_bytes, count * block_bytes)]
+    if fmt.scale == "site":
+        return [*out, (planes[0][0], 1)]
+    return out + [(o + first, count) for o, _ in planes]
+
+
+def _assemble(fmt: Format, sections: list[jax.Array], n: int) -> jax.Array:
+    """Sections (cut or zero-filled to their length) -> wires of messages of n elements."""
+    wanted, pieces, end = fmt.sections(n), [], 0
+    for section, (offset, length) in zip(sections, wanted):
+        section = section[:, :length]
+        pieces += [_zeros(section, offset - end), section, _zeros(section, length - section.shape[1])]
+        end = offset + length
+    pieces.append(_zeros(sections[0], fmt.wire_bytes(n) - end))
+    return jnp.concatenate([p for p in pieces if p.shape[1]], axis=1)
+
+
+def _zeros(like: jax.Array, columns: int) -> jax.Array:
+    return jnp.zeros_like(like, shape=(like.shape[0], columns))
