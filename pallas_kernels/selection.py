@@ -31,9 +31,10 @@ class KernelUnavailableError(RuntimeError):
 class KernelSpec:
     """One codec operation, as far as the choice of a kernel depends on it. Hashable; holds no array.
 
-    `encode` turns x into wires; `reduce` decodes the P-1 wires of the peers, adds the own chunk in f32 and encodes the
-    sum again, or rotates it back; `decode` turns wires into x, or into their sum. `elements` counts the elements of x
-    on one device (`reduce`: of one chunk); `geometry`, where it is known, says how they are cut into messages.
+    `encode` turns x into wires; `reduce` decodes the wires of P ranks and adds them in f32 (with the own chunk in place
+    of the own wire), and encodes the sum again or rotates it back; `decode` turns wires into x. `elements` counts the
+    elements of x on one device (`reduce`: of one chunk); `geometry`, where it is known, says how they are cut into
+    messages.
     """
 
     operation: str  # one of OPERATIONS

@@ -128,7 +128,9 @@ def reduce_decode(codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=N
 
 def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, backend="auto") -> jax.Array:
     """Wires of P ranks -> the sum of what they say, dtype[N], in f32 and rank order (one-shot: own wire too)."""
-    kernels = _kernels(codec, "decode", dtype, n, backend)
+    # A sum of P wires, to what may become of it: what hinders a reduction hinders it.
+    p = wires.shape[0]
+    kernels = _kernels(codec, "reduce", dtype, n, backend, Geometry(p * n, p, n))
     if kernels is None:
         z_PMB = codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent)
         return codec.from_blocks(_in_rank_order(list(z_PMB)), n, dtype)
