@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from taco_jax import estimate, step
+from taco_jax import backend, estimate, step, tuned
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.mesh import make_mesh
 
@@ -45,6 +45,30 @@ def test_report_allocates_nothing_and_lists_every_site(program):
     sent, bf16 = program.table.total()
     assert f"{sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less" in text
     assert "jnp: " in text and '"sequence_length": 32' in text
+
+
+def test_what_runs_the_codecs_is_one_line_where_it_is_one(program, monkeypatch):
+    text = estimate._kernel_text(program)
+    assert text.splitlines()[1:3] == [
+        f"  {c:12} jnp: CPU has no kernels: the jnp reference runs" for c in ("int8h", "taco")
+    ]
+    choice = lambda spec, device, force: ("jnp", "too few") if spec.operation == "reduce" else ("mosaic", "runs")
+    monkeypatch.setattr(backend, "choose_kernel", choice)
+    lines = estimate._kernel_text(program).splitlines()
+    assert lines[1:3] == ["  int8h        mosaic (encode, decode): runs", "  int8h        jnp (reduce): too few"]
+
+
+def test_from_what_size_messages_are_compressed(program, monkeypatch, tmp_path):
+    line = lambda: estimate._tuned_line(program, "taco", program.mesh.devices.flat[0])
+    assert line() == "  taco         messages from 0 bytes, the default without a file of tuned values"
+    file = tmp_path / "tuned.json"
+    monkeypatch.setenv("TACO_JAX_TUNED", str(file))
+    assert "messages from 0 bytes, the default: " in line() and "python -m taco_jax.tune measures it" in line()
+    name = tuned.entry_name("cpu", 4)
+    tuned.write(file, name, {"taco": tuned.Tuned(1 << 20, ((1, 1, "ring"),))})
+    assert line() == f"  taco         messages from 1,048,576 bytes, tuned for {name} in {file}"
+    tuned.write(file, name, {"taco": tuned.Tuned(None, ((1, 1, "all_to_all"),))})
+    assert "no messages: compressing never paid, tuned for" in line()
 
 
 @pytest.mark.parametrize("gigabytes, verdict", [(80.0, "fits 80 GB"), (1e-6, "does NOT fit 1e-06 GB")])
