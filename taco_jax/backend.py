@@ -34,9 +34,10 @@ from taco_jax.plan import BACKENDS
 # Which implementation
 
 
-def to_format(codec: Codec) -> Format:
-    """The codec as kernels take it."""
-    return Format(codec.element, codec.block, codec.rotation, codec.scale, codec.rounding)
+def to_format(codec: Codec, *, encodes: bool = True) -> Format:
+    """The codec as kernels take it. What only decodes does not round to codes, and takes no seed for it."""
+    rounding = codec.rounding if encodes else "nearest"
+    return Format(codec.element, codec.block, codec.rotation, codec.scale, rounding)
 
 
 def choose(
@@ -122,7 +123,7 @@ def reduce_decode(codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=N
         z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
         return codec.from_blocks(z_MB, geometry.per_message, x_S.dtype)
     exponent = _scalar(exponent)
-    y_N = kernels.reduce_decode(to_format(codec), geometry, wires, x_S, rank, exponent)
+    y_N = kernels.reduce_decode(to_format(codec, encodes=False), geometry, wires, x_S, rank, exponent)
     return _typed(y_N, wires, x_S, rank, exponent)
 
 
@@ -135,7 +136,7 @@ def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, 
         z_PMB = codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent)
         return codec.from_blocks(_in_rank_order(list(z_PMB)), n, dtype)
     exponent = _scalar(exponent)
-    return _typed(kernels.sum_decode(to_format(codec), wires, n, dtype, exponent), wires, exponent)
+    return _typed(kernels.sum_decode(to_format(codec, encodes=False), wires, n, dtype, exponent), wires, exponent)
 
 
 def decode(codec: Codec, geometry: Geometry, wires: jax.Array, dtype, exponent=None, *, backend="auto") -> jax.Array:
@@ -146,7 +147,7 @@ def decode(codec: Codec, geometry: Geometry, wires: jax.Array, dtype, exponent=N
         y_S = codec.from_blocks(codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent), n, dtype).reshape(-1)
         return y_S if y_S.size == geometry.elements else y_S[: geometry.elements]
     exponent = _scalar(exponent)
-    return _typed(kernels.decode(to_format(codec), geometry, wires, dtype, exponent), wires, exponent)
+    return _typed(kernels.decode(to_format(codec, encodes=False), geometry, wires, dtype, exponent), wires, exponent)
 
 
 def decode_chunks(
@@ -165,7 +166,7 @@ def decode_chunks(
         exponent = _scalar(exponent)
         y_S = lax.empty((first.elements,), dtype)
         for geometry, chunk in zip(geometries, wires):
-            y_S = kernels.decode_into(to_format(codec), geometry, chunk, y_S, exponent)
+            y_S = kernels.decode_into(to_format(codec, encodes=False), geometry, chunk, y_S, exponent)
         return _typed(y_S, *wires, exponent)
     rows = []
     for geometry, chunk in zip(geometries, wires):

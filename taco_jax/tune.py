@@ -11,6 +11,7 @@ ring, then the faster of them in chunks. Prints a table and puts the result into
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -202,6 +203,7 @@ def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[tuple[int, str
     return [Point(nbytes, c, e, median, exact) for (c, e), median in zip(ways, medians)]
 
 
+@functools.cache
 def _program(mesh, rounds: int, **options):
     """jit of `rounds` psums, each of the one before it: nothing else runs, and launching the program hardly counts."""
     import jax

@@ -63,6 +63,7 @@ class Package:
 
     def reduce_decode(self, fmt, geometry, wires, x, rank, exponent):
         codec = self.note("reduce_decode", fmt, geometry)
+        assert fmt.rounding == "nearest"  # nothing is rounded to codes
         return codec.from_blocks(self._sum(codec, geometry, wires, x, rank, exponent), geometry.per_message, x.dtype)
 
     def sum_decode(self, fmt, wires, n, dtype, exponent):
@@ -71,7 +72,7 @@ class Package:
 
     def decode(self, fmt, geometry, wires, dtype, exponent):
         codec = self.note("decode", fmt, geometry)
-        assert geometry.is_whole
+        assert geometry.is_whole and fmt.rounding == "nearest"
         return backend.decode(codec, geometry, wires, dtype, exponent, backend="jnp")
 
     def _decode_into(self, fmt, geometry, wires, into, exponent):
