@@ -19,8 +19,8 @@ from taco_jax.collectives.message import Hops, Message
 def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
     """`wire`, sent when the last of `arrived` (the wires of earlier chunks) is there.
 
-    A link carries one after the other in any case; XLA would join gathers that do not wait for each other into one, and
-    nothing could overlap with it.
+    A link carries one after the other in any case; XLA would join gathers or permutations that do not wait for each
+    other into one, and nothing could overlap with it.
     """
     return lax.optimization_barrier((wire, arrived[-1]))[0] if arrived else wire
 

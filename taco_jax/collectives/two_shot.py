@@ -29,10 +29,11 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
     x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
     options = {"with_stats": message.with_stats, "backend": message.backend}
     chunks = cut(share, message.chunks, codec.block)
-    gathered, measures, hops = [], [], []
+    arrived, gathered, measures, hops = [], [], [], []
     for k, geometry in enumerate(chunks):
         wires, first = backend.encode(codec, geometry, x_S, exponent, message.key(key, 0, k), **options)
-        received, sent = swap(message, wires)
+        received, sent = swap(message, after(arrived, wires))
+        arrived.append(received)
         wire, second = backend.reduce_encode(
             codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), **options
         )
@@ -48,13 +49,14 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
-    pieces, measures, hops = [], [], []
+    arrived, pieces, measures, hops = [], [], [], []
     for k, geometry in enumerate(cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)):
         wires, measure = backend.encode(
             codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
-        received, sent = swap(message, wires)
+        received, sent = swap(message, after(arrived, wires))
+        arrived.append(received)
         pieces.append(backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend))
         measures.append(measure)
         hops += sent
