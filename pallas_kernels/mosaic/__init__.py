@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.formats import MAX_EXPONENT, SCALE_BYTES, Format, Geometry
 from pallas_kernels.mosaic import ragged
@@ -35,13 +34,11 @@ def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, in
     where = ragged.tail(fmt, geometry)
     if where is None:
         return wires, largest
-    message, block, elements = where
     tile = ragged.tile_tiling(fmt, 1, interpret)
-    x_RC = ragged.tile_of(fmt, _tail_of(fmt, x_S, elements))
-    offsets = (message, block * fmt.block)
-    small, maxima = _encode_tiles(tile, x_RC, _exponents(tile, exponent), seed, offsets)
-    count = fmt.n_blocks(elements)
-    wires = ragged.put_blocks(fmt, wires, geometry.per_message, message, block, count, small)
+    offsets = (where.message, where.block * fmt.block)
+    small, maxima = _encode_tiles(tile, _tile_of(fmt, x_S, where), _exponents(tile, exponent), seed, offsets)
+    count = fmt.n_blocks(where.elements)
+    wires = ragged.put_blocks(fmt, wires, geometry.per_message, where.message, where.block, count, small)
     return wires, jnp.maximum(largest, _largest(maxima, tile))
 
 
@@ -61,20 +58,18 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     where = ragged.tail(fmt, geometry)
     if where is None:
         return wire[0], largest
-    message, block, elements = where
-    count, row_blocks = fmt.n_blocks(elements), tiling.blocks_per_row
+    count = fmt.n_blocks(where.elements)
     tile = ragged.tile_tiling(fmt, geometry.messages, interpret)
-    available = min(row_blocks, fmt.n_blocks(geometry.per_message) - block)
-    small = ragged.take_blocks(fmt, wires, geometry.per_message, block, available)
+    small = ragged.take_blocks(fmt, wires, geometry.per_message, where.block, count)
     # Only the rank that owns the tail takes this result, so the tail stands where its own chunk would.
     x_PRC = jnp.zeros((geometry.messages, ROWS, tiling.row), x_S.dtype)
-    x_PRC = x_PRC.at[message].set(ragged.tile_of(fmt, _tail_of(fmt, x_S, elements)))
+    x_PRC = x_PRC.at[where.message].set(_tile_of(fmt, x_S, where))
     small, maxima = _reduce_tiles(
         tile, small, x_PRC.reshape(-1, tiling.row), rank[None], _exponents(tile, exponent), seed,
-        offsets=(0, block * fmt.block),
+        offsets=(0, where.block * fmt.block),
     )  # fmt: skip
-    other = rank != message
-    wire = ragged.put_blocks(fmt, wire, geometry.per_message, 0, block, count, small, keep=other)
+    other = rank != where.message
+    wire = ragged.put_blocks(fmt, wire, geometry.per_message, 0, where.block, count, small, keep=other)
     return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, _largest(maxima, tile)))
 
 
@@ -114,22 +109,21 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, inte
         return _decode_tiles(tiling, wires, rows, dtype, _exponents(tiling, exponent)).reshape(-1)
 
     tiling = Tiling(fmt, geometry, interpret)
-    whole = run(tiling, wires, geometry.elements // tiling.row)
+    whole = run(tiling, wires, ragged.whole_elements(fmt, geometry.elements) // tiling.row)
     where = ragged.tail(fmt, geometry)
     if where is None:
         return whole
-    message, block, elements = where
     tile = ragged.tile_tiling(fmt, 1, interpret)
-    count = fmt.n_blocks(elements)
-    small = ragged.take_blocks(fmt, wires[message : message + 1], geometry.per_message, block, count)
-    return jnp.concatenate([whole, run(tile, small, ROWS)[:elements]])
+    count = fmt.n_blocks(where.elements)
+    wire = wires[where.message : where.message + 1]
+    small = ragged.take_blocks(fmt, wire, geometry.per_message, where.block, count)
+    return jnp.concatenate([whole, run(tile, small, ROWS)[: where.elements]])
 
 
 def _with_tail(fmt, geometry, wires, n, run, interpret):
     """run(tiling, wires) over the whole rows of messages of n elements, and over the rest as a tile of its own."""
-    row = ragged.row_elements(fmt)
-    whole = n // row * row
-    if n < ROWS * row:
+    whole = ragged.whole_elements(fmt, n)
+    if n < ROWS * ragged.row_elements(fmt):
         larger = ragged.padded(fmt, geometry)
         return run(Tiling(fmt, larger, interpret), ragged.relay(fmt, wires, n, larger.per_message))[:n]
     y = run(Tiling(fmt, geometry, interpret), wires)
@@ -140,9 +134,8 @@ def _with_tail(fmt, geometry, wires, n, run, interpret):
     return jnp.concatenate([y, run(tile, small)[: n - whole]])
 
 
-def _tail_of(fmt, x_S, elements):
-    start = x_S.size // ragged.row_elements(fmt) * ragged.row_elements(fmt)
-    return x_S[start : start + elements]
+def _tile_of(fmt, x_S, where):
+    return ragged.tile_of(fmt, x_S[where.start : where.start + where.elements])
 
 
 def _exponents(tiling: Tiling, exponent):

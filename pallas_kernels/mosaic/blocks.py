@@ -21,24 +21,24 @@ from pallas_kernels.mosaic.tiling import ROWS, Tiling
 def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tuple[jax.Array, list]:
     """Writes the codes of a tile to shared memory [64, row_bytes].
 
-    Returns the row maxima of |z| (float32[64]) and the scale bytes: blocks x byte planes of int32[64].
+    Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64].
     """
     fmt, n = tiling.fmt, tiling.chunks_per_block
     largest, planes = None, []
     for b in range(tiling.blocks_per_row):
         block = z[b * n : (b + 1) * n]
-        amax = _row_maxima(block)
+        amax, bits = _row_maxima(block, tiling.interpret is not None)
         multiplier, finite, block_planes = scales.compute(fmt, amax, exponent)
         codes = []
         for i, c in enumerate(block):
             v = jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0))
-            q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i])
+            q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i], tiling.interpret is not None)
             if fmt.scale == "site":
                 q = jnp.where(_columns(finite, c), q, jnp.full_like(q, fmt.nan))
             codes.append(q)
         _store(tiling, b, codes, codes_s)
         planes.append(block_planes)
-        largest = amax if largest is None else jnp.maximum(largest, amax)
+        largest = bits if largest is None else jnp.maximum(largest, bits)
     return largest, planes
 
 
@@ -70,8 +70,8 @@ def decode(tiling: Tiling, codes_s) -> list[jax.Array]:
 
 
 def swizzle(tiling: Tiling) -> int | None:
-    """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none (5 and 6 bits)."""
-    return {8: 128, 4: 64 if tiling.row == 128 else 128}.get(tiling.fmt.bits)
+    """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none."""
+    return tiling.row_bytes if tiling.row_bytes in (64, 128) else None
 
 
 def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -> list[jax.Array]:
@@ -134,10 +134,14 @@ def _columns(rows, like):
     return rows if not rows.ndim else lax.broadcast_in_dim(rows, like.shape, [0])
 
 
-def _row_maxima(block):
-    """max |z| of each row. By the bits, where NaN lies above Inf: not every maximum of floats keeps a NaN."""
-    bits = None
+def _row_maxima(block, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """max |z| of each row, and its bits. A GPU's maximum keeps NaN; XLA's on a CPU does not, but that of the bits does:
+    NaN lies above Inf."""
+    total = None
     for c in block:
-        b = jnp.max(lax.bitcast_convert_type(c, jnp.int32) & 0x7FFFFFFF, axis=1)
-        bits = b if bits is None else jnp.maximum(bits, b)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        m = lax.bitcast_convert_type(c, jnp.int32) & 0x7FFFFFFF if interpret else jnp.abs(c)
+        m = jnp.max(m, axis=1)
+        total = m if total is None else jnp.maximum(total, m)
+    if interpret:
+        return lax.bitcast_convert_type(total, jnp.float32), total
+    return total, lax.bitcast_convert_type(total, jnp.int32)

@@ -1,11 +1,13 @@
-"""What the tiles do not cover: a partial last row, and messages that are short or do not start at a row.
+"""What the tiles do not cover: the last rows, and messages that are short or do not start at a row.
 
-A large array is never copied for its tail: the kernel runs over its whole rows, and the last, partial row goes through
-the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or several
+A large array is never copied for its tail: the kernel runs over its whole rows, and what is left, under 8 rows, goes
+through the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or several
 messages whose length is no multiple of a row, are padded.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -35,28 +37,41 @@ def padded(fmt: Format, geometry: Geometry) -> Geometry:
     return Geometry(n * geometry.messages, geometry.messages, n)
 
 
+def whole_elements(fmt: Format, n: int) -> int:
+    """Of n elements those in whole groups of 8 rows, which is what tensor copies take."""
+    return n // (8 * row_elements(fmt)) * 8 * row_elements(fmt)
+
+
 def rows_of(fmt: Format, x_S: jax.Array) -> jax.Array:
     """The whole rows of x, [R, row]; a prefix, which XLA hands to a kernel without a copy."""
-    row = row_elements(fmt)
-    whole = x_S.size // row * row
-    return (x_S if whole == x_S.size else x_S[:whole]).reshape(-1, row)
+    whole = whole_elements(fmt, x_S.size)
+    return (x_S if whole == x_S.size else x_S[:whole]).reshape(-1, row_elements(fmt))
 
 
-def tail(fmt: Format, geometry: Geometry) -> tuple[int, int, int] | None:
-    """(message, first block in it, elements) of x's partial last row; None where there is none in these messages."""
-    row = row_elements(fmt)
-    start = geometry.elements // row * row
-    if start == geometry.elements or start < geometry.offset:
-        return None
-    message = (start - geometry.offset) // geometry.distance
-    within = start - geometry.offset - message * geometry.distance
-    if message >= geometry.messages or within >= geometry.per_message:
-        return None
-    return message, within // fmt.block, min(geometry.elements - start, geometry.per_message - within)
+@dataclass(frozen=True)
+class Tail:
+    """The last elements of x, under 8 rows, that `rows_of` leaves out."""
+
+    message: int
+    block: int  # of the message, where they begin
+    start: int  # in x
+    elements: int
+
+
+def tail(fmt: Format, geometry: Geometry) -> Tail | None:
+    """The part of x's tail that lies in these messages, None where there is none."""
+    g = geometry
+    start = whole_elements(fmt, g.elements)
+    for p in range(g.messages if start < g.elements else 0):
+        first = g.offset + p * g.distance
+        begin, end = max(start, first), min(g.elements, first + g.per_message)
+        if begin < end:
+            return Tail(p, (begin - first) // fmt.block, begin, end - begin)
+    return None
 
 
 def tile_of(fmt: Format, x_t: jax.Array) -> jax.Array:
-    """Less than a row, padded with zeros to one tile [64, row]."""
+    """Less than a tile, padded with zeros to one: [64, row]."""
     row = row_elements(fmt)
     return jnp.concatenate([x_t, jnp.zeros_like(x_t, shape=(ROWS * row - x_t.size,))]).reshape(ROWS, row)
 

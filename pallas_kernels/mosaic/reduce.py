@@ -15,18 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Geometry
 from pallas_kernels.mosaic import blocks, pipeline, rotation
-from pallas_kernels.mosaic.encode import Inputs, Writer
 from pallas_kernels.mosaic.source import Wires
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
-
-# Two CTAs share the 227 KiB of a multiprocessor.
-SHARED_BYTES = 110 * 1024
+from pallas_kernels.mosaic.writer import Inputs, Writer
 
 
 def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0)):
     """Sums P wires [P, W] and the own rows of x.
 
-    Returns (wire uint8[1, W], row maxima float32[ctas]) where `dtype` is None, else the sum itself, dtype[rows, row].
+    Returns (wire uint8[1, W], largest |z| as bits int32[workers]) where `dtype` is None, else the sum, dtype[rows, row].
     x_RC and rank (int32[1]) are None where every term is in a wire.
     """
     fmt, ranks = tiling.fmt, tiling.geometry.messages
@@ -36,91 +33,93 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     rotator = rotation.Rotator(tiling, ("r" if has_own else "") + ("" if to_wire else "u") or "r", operand)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, seed)
     sources = ranks - has_own
-    ctas = pipeline.grid(one.tiles)
     x_RC = x_RC if has_own else jnp.zeros((8, tiling.row), jnp.bfloat16)
     rank = rank if has_own else jnp.zeros((1,), jnp.int32)
     x_dtype, y_dtype = x_RC.dtype, jnp.dtype(dtype or jnp.bfloat16)
 
     tile = ROWS * tiling.row
-    fixed = rotator.operand.size * rotator.operand.dtype.itemsize + has_own * tile * x_dtype.itemsize
-    fixed += ROWS * tiling.row_bytes if to_wire else tile * y_dtype.itemsize
-    stages = 2 if fixed + 2 * sources * ROWS * tiling.row_bytes <= SHARED_BYTES else 1
+    own_bytes = tile * x_dtype.itemsize if has_own else 0
+    out_bytes = Writer.scratch_bytes(one, 1) if to_wire else tile * y_dtype.itemsize
+    each = sources * ROWS * tiling.row_bytes + own_bytes + out_bytes
+    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, each)
+    warpgroups = workers.warpgroups
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
-        outputs, (codes_s, x_s, m_s, out_s, scales_s, m_bar, x_bar, bars) = refs[: 1 + to_wire], refs[1 + to_wire :]
-        rotator.load(m_g, m_s, m_bar)
+        outputs, (codes_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars) = refs[: 1 + to_wire], refs[1 + to_wire :]
+        wg = workers.warpgroup()
+        rotator.load(m_g, m_s, m_bar, wg)
         own_rank = r_g[0] if has_own else jnp.int32(ranks)
+        exponents_g = e_g if inputs.has_exponent else None
         exponent = e_g[0] if inputs.has_exponent and fmt.scale != "site" else None
-        writer = Writer(one, outputs[0], out_s, scales_s, e_g if inputs.has_exponent else None, buffers=1)
         if to_wire:
-            writer.fill(ctas)
-
-        def load_own(t):
-            if has_own:
-                rows = pl.ds(tiling.x_row(own_rank, one.locate(t)[1]), ROWS)
-                plgpu.copy_gmem_to_smem(x_g.at[rows], x_s, x_bar)
+            writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, buffers=1)
+            writer.fill()
 
         def load(t, slot):
             row = one.locate(t)[1]
             for j in range(sources):
                 message = j + (j >= own_rank).astype(jnp.int32)
-                source.load(codes_g, message, row, codes_s.at[slot, j], bars.at[slot * sources + j])
+                source.load(codes_g, message, row, codes_s.at[wg, j], bars.at[wg * sources + j])
+            if has_own:
+                rows = pl.ds(tiling.x_row(own_rank, row), ROWS)
+                plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg], x_bars.at[wg])
 
         def work(t, slot, parity, free, largest):
             row = one.locate(t)[1]
+            # All at once, so that the way to memory and back is gone only once.
+            scale_bytes = [source.scale_bytes(scales_g, jnp.int32(p), row) for p in range(ranks)]
 
             def own():
-                plgpu.barrier_wait(x_bar)
-                return tuple(rotator.rotate(x_s, m_s))
+                plgpu.barrier_wait(x_bars.at[wg])
+                return tuple(rotator.rotate(x_s.at[wg], m_s))
 
             def term(p):
-                scale_bytes = source.scale_bytes(scales_g, p, row)
-                site_byte = source.site_byte(scales_g, p)
                 j = p - (p > own_rank).astype(jnp.int32)
-                plgpu.barrier_wait(bars.at[slot * sources + j])
-                codes = blocks.decode(tiling, codes_s.at[slot, j])
-                return tuple(blocks.scale_rows(tiling, codes, source.scales(scale_bytes, site_byte, exponent)))
+                plgpu.barrier_wait(bars.at[wg * sources + j])
+                codes = blocks.decode(tiling, codes_s.at[wg, j])
+                return tuple(blocks.scale_rows(tiling, codes, source.scales(scale_bytes[p], exponent)))
 
             total = None
             for p in range(ranks):
-                z = lax.cond(own_rank == p, own, lambda p=p: term(jnp.int32(p))) if has_own else term(jnp.int32(p))
+                z = lax.cond(own_rank == p, own, lambda p=p: term(p)) if has_own else term(p)
                 total = z if total is None else tuple(a + b for a, b in zip(total, z))
             free()
-            if has_own:
-
-                @pl.when(t + ctas < one.tiles)
-                def _():
-                    load_own(t + ctas)
-
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
                 return jnp.maximum(largest, writer.write(jnp.int32(0), row, parity, list(total), noise))
             values = rotator.unrotate(list(total), m_s)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer = out_s.at[wg]
             for i, v in enumerate(values):
-                out_s[:, pl.ds(i * tiling.chunk, tiling.chunk)] = v.astype(y_dtype)
+                buffer[:, pl.ds(i * tiling.chunk, tiling.chunk)] = v.astype(y_dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, outputs[0].at[pl.ds(row, ROWS)])
+            plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        load_own(lax.axis_index(pipeline.AXIS))
-        largest = pipeline.run(one.tiles, stages, load, work, writer.zeros())
+        largest = pipeline.run(workers, 1, load, work, Writer.nothing())
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
-            outputs[1][lax.axis_index(pipeline.AXIS)] = jnp.max(largest)
+            outputs[1][workers.index()] = jnp.max(largest)
 
     if to_wire:
-        out_s, scales_s = Writer.scratch(one, buffers=1)
+        out_s, scales_s = Writer.scratch(one, warpgroups, 1)
         out_type = [
-            jax.ShapeDtypeStruct((1, one.message_bytes), jnp.uint8), jax.ShapeDtypeStruct((ctas,), jnp.float32)
+            jax.ShapeDtypeStruct((1, one.message_bytes), jnp.uint8), jax.ShapeDtypeStruct((workers.count,), jnp.int32)
         ]  # fmt: skip
     else:
-        out_s = plgpu.SMEM((ROWS, tiling.row), y_dtype, transforms=rotation.transforms(y_dtype, tiling.chunk))
+        transforms = rotation.transforms(y_dtype, tiling.chunk)
+        out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
-        out_type = jax.ShapeDtypeStruct((one.rows, tiling.row), y_dtype)
-    x_s = plgpu.SMEM((ROWS, tiling.row), x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
-    barriers = [plgpu.Barrier(), plgpu.Barrier(), plgpu.Barrier(num_barriers=stages * sources)]
+        out_type = jax.ShapeDtypeStruct((one.rows // 8 * 8, tiling.row), y_dtype)
+    x_shape = (warpgroups, ROWS, tiling.row) if has_own else (1, 8, tiling.row)
+    x_s = plgpu.SMEM(x_shape, x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
+    barriers = [
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=warpgroups),
+        plgpu.Barrier(num_barriers=warpgroups * sources),
+    ]
     return pipeline.call(
         kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
-        [source.scratch(stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers], ctas, tiling.interpret,
+        [source.scratch(warpgroups, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
+        workers, tiling.interpret,
     )  # fmt: skip

@@ -22,7 +22,6 @@ from pallas_kernels import compat
 from pallas_kernels.formats import Format, block_signs, hadamard_signs
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
-
 # bfloat16 parts that hold a value of a dtype exactly.
 PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
@@ -77,10 +76,21 @@ class Rotator:
         shape = self.operand.shape
         return plgpu.SMEM(shape, self.dtype, transforms=transforms(self.dtype, shape[-1]))
 
-    def load(self, m_g, m_s, barrier) -> None:
-        if self.active:
+    @property
+    def bytes(self) -> int:
+        """Of that shared memory."""
+        return self.operand.size * jnp.dtype(self.dtype).itemsize
+
+    def load(self, m_g, m_s, barrier, warpgroup) -> None:
+        """The first warpgroup fetches the matrices; all wait for them."""
+        if not self.active:
+            return
+
+        @pl.when(warpgroup == 0)
+        def _():
             plgpu.copy_gmem_to_smem(m_g, m_s, barrier)
-            plgpu.barrier_wait(barrier)
+
+        plgpu.barrier_wait(barrier)
 
     def rotate(self, x_s, m_s) -> list[jax.Array]:
         """A tile [64, row] in shared memory -> its rotated blocks, float32[64, chunk] each, in order."""

@@ -18,8 +18,6 @@ from jax import lax
 from pallas_kernels.formats import Format, Geometry
 
 ROWS = 64
-# Two blocks of threads on each of an H100's 132 multiprocessors. More do not fit the shared memory at once.
-MAX_CTAS = 264
 
 
 @dataclass(frozen=True)
