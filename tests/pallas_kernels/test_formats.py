@@ -1,0 +1,92 @@
+"""`pallas_kernels.formats` states again what `taco_jax` defines, for kernels to compile in: the two must be equal."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from pairs import pairwise
+
+from pallas_kernels import formats
+from pallas_kernels.formats import Format, packing_parts
+from taco_jax import CODECS, Codec, block_scale, hadamard, wire
+from taco_jax.backend import to_format
+from taco_jax.elements import ELEMENTS
+from taco_jax.hadamard import ROTATIONS
+
+SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3, 2**20 + 8, 2**32 + 5)
+PRESETS = [name for name, codec in CODECS.items() if not codec.exact and codec.scale != "paper"]
+BLOCKS = (8, 16, 32, 64, 128, 256, 512)
+ROUNDINGS = ("nearest", "stochastic")
+FIELDS = pairwise(
+    element=tuple(ELEMENTS),
+    block=BLOCKS,
+    rotation=ROTATIONS,
+    scale=tuple(formats.SCALE_BYTES),
+    rounding=ROUNDINGS,
+    size=SIZES,
+)
+
+
+def codecs(fields):
+    """The codec of the fields, and the kernels' format. Elements without a code for NaN have no site scale."""
+    element, _, _, scale, *_ = fields
+    if scale == "site" and ELEMENTS[element].nan is None:
+        fields = (*fields[:3], "e8m0", *fields[4:])
+    codec = Codec(*fields[:5])
+    return codec, Format(**dataclasses.asdict(codec)), fields[5]
+
+
+def check(codec, fmt, n):
+    assert to_format(codec) == fmt
+    lengths = codec._sections(codec.n_blocks(n))
+    offsets, total = wire.section_offsets(lengths)
+    assert fmt.sections(n) == list(zip(offsets, lengths))
+    assert fmt.wire_bytes(n) == codec.wire_bytes(n) == total
+    assert fmt.n_blocks(n) == codec.n_blocks(n)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_codecs_layout(name):
+    fmt = to_format(CODECS[name])
+    assert dataclasses.asdict(fmt) == dataclasses.asdict(CODECS[name])
+    for size in SIZES:
+        check(CODECS[name], fmt, size)
+    assert fmt.wire_bytes(0) == CODECS[name].wire_bytes(0) == 0
+
+
+def test_any_fields_have_the_codecs_layout():
+    for fields in FIELDS:
+        check(*codecs(fields))
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_elements_are_the_codecs(name):
+    element, fmt = ELEMENTS[name], Format(name, 128, "none", "bfloat16")
+    facts = (fmt.bits, fmt.maximum, fmt.mantissa, fmt.min_exponent, fmt.nan, fmt.is_float)
+    assert facts == (
+        element.bits, element.maximum, element.mantissa, element.min_exponent, element.nan, element.is_float
+    )  # fmt: skip
+    ours, theirs = fmt.reciprocal_maximum, block_scale._reciprocal_down(element.maximum)
+    assert ours.dtype == theirs.dtype == np.float32 and ours == theirs
+    for scale in ("e8m0", "ue5m3", "bfloat16"):
+        bias = block_scale._ocp_bias(element) if scale == "e8m0" else 0
+        assert Format(name, 32, "none", scale).scale_bias == bias
+    # As many bytes as `wire.pack` makes of the parts.
+    assert fmt.block // packing_parts(fmt.bits) * (packing_parts(fmt.bits) * fmt.bits // 8) == 128 * fmt.bits // 8
+
+
+def test_constants_are_the_codecs():
+    assert set(formats.ELEMENTS) == set(ELEMENTS)
+    assert set(formats.SCALE_BYTES) == set(block_scale.SCALES) - {"paper"}
+    assert all(formats.SCALE_BYTES[scale] == block_scale.bytes_per_block(scale) for scale in formats.SCALE_BYTES)
+    assert (formats.SECTION_BYTES, formats.MESSAGE_BYTES) == (wire.SECTION_BYTES, wire.MESSAGE_BYTES)
+    assert formats.UNCALIBRATED == block_scale.UNCALIBRATED
+    assert formats.MAX_EXPONENT == block_scale.MAX_EXPONENT
+    assert formats.TINY == block_scale._TINY and formats.TINY.dtype == np.float32
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_rotations_are_the_codecs(block):
+    np.testing.assert_array_equal(formats.hadamard_signs(block), hadamard.hadamard_signs(block))
+    np.testing.assert_array_equal(formats.block_signs(block), hadamard.block_signs(block))
+    assert formats.block_signs(block).dtype == np.float32
