@@ -1,152 +1,20 @@
-"""The codec's operations as Mosaic GPU kernels, for NVIDIA GPUs of compute capability 9.0 and newer.
+"""Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0: see `operations.py`.
 
-Arrays are flat; a `Geometry` says which elements each of P messages holds; `exponent` is the site's int32 scalar or
-None, `seed` uint32[2] where rounding is stochastic. Bytes are those of the jnp codec (`taco_jax/codec.py`) but where
-a value lies exactly on a rounding border and sums in another order fall on its other side. Each operation is one kernel
-for messages of whole rows (128 elements, or a block of 256); see `ragged.py` for the others.
+`obstacle` answers without a GPU; the operations are imported when they are first used, since importing Mosaic sets
+environment variables.
 """
 
-from __future__ import annotations
-
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.formats import MAX_EXPONENT, SCALE_BYTES, Format, Geometry
-from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.decode import decode as _decode_tiles
-from pallas_kernels.mosaic.encode import encode as _encode_tiles
-from pallas_kernels.mosaic.encode import largest as _largest
 from pallas_kernels.mosaic.obstacles import obstacle
-from pallas_kernels.mosaic.reduce import reduce as _reduce_tiles
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+
+_OPERATIONS = ("decode", "encode", "reduce_decode", "reduce_encode", "sum_decode")
 
 
-def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, interpret=None):
-    """dtype[S] -> (wires uint8[P, wire_bytes(n)], largest block scale before rounding float32[])."""
-    if not ragged.tiles_fit(fmt, geometry):
-        larger = ragged.padded(fmt, geometry)
-        x_PN = ragged.messages_of(geometry, x_S, larger.per_message)
-        wires, largest = encode(fmt, larger, x_PN.reshape(-1), exponent, seed, interpret=interpret)
-        return ragged.relay(fmt, wires, larger.per_message, geometry.per_message), largest
-    tiling = Tiling(fmt, geometry, interpret)
-    wires, maxima = _encode_tiles(tiling, ragged.rows_of(fmt, x_S), _exponents(tiling, exponent), seed)
-    largest = _largest(maxima, tiling)
-    where = ragged.tail(fmt, geometry)
-    if where is None:
-        return wires, largest
-    tile = ragged.tile_tiling(fmt, 1, interpret)
-    offsets = (where.message, where.block * fmt.block)
-    small, maxima = _encode_tiles(tile, _tile_of(fmt, x_S, where), _exponents(tile, exponent), seed, offsets)
-    count = fmt.n_blocks(where.elements)
-    wires = ragged.put_blocks(fmt, wires, geometry.per_message, where.message, where.block, count, small)
-    return wires, jnp.maximum(largest, _largest(maxima, tile))
+def __getattr__(name: str):
+    if name in _OPERATIONS:
+        from pallas_kernels.mosaic import operations
+
+        return getattr(operations, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None):
-    """P wires and rank's own chunk of x -> (wire uint8[wire_bytes(n)] of the sum, largest float32[])."""
-    if not ragged.tiles_fit(fmt, geometry):
-        larger = ragged.padded(fmt, geometry)
-        wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
-        x_S = ragged.messages_of(geometry, x_S, larger.per_message).reshape(-1)
-        wire, largest = reduce_encode(fmt, larger, wires, x_S, rank, exponent, seed, interpret=interpret)
-        return ragged.relay(fmt, wire[None], larger.per_message, geometry.per_message)[0], largest
-    tiling = Tiling(fmt, geometry, interpret)
-    x_RC = ragged.rows_of(fmt, x_S)
-    rank = jnp.asarray(rank, jnp.int32)
-    wire, maxima = _reduce_tiles(tiling, wires, x_RC, rank[None], _exponents(tiling, exponent), seed)
-    largest = _largest(maxima, tiling)
-    where = ragged.tail(fmt, geometry)
-    if where is None:
-        return wire[0], largest
-    count = fmt.n_blocks(where.elements)
-    tile = ragged.tile_tiling(fmt, geometry.messages, interpret)
-    small = ragged.take_blocks(fmt, wires, geometry.per_message, where.block, count)
-    # Only the rank that owns the tail takes this result, so the tail stands where its own chunk would.
-    x_PRC = jnp.zeros((geometry.messages, ROWS, tiling.row), x_S.dtype)
-    x_PRC = x_PRC.at[where.message].set(_tile_of(fmt, x_S, where))
-    small, maxima = _reduce_tiles(
-        tile, small, x_PRC.reshape(-1, tiling.row), rank[None], _exponents(tile, exponent), seed,
-        offsets=(0, where.block * fmt.block),
-    )  # fmt: skip
-    other = rank != where.message
-    wire = ragged.put_blocks(fmt, wire, geometry.per_message, 0, where.block, count, small, keep=other)
-    return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, _largest(maxima, tile)))
-
-
-def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, *, interpret=None):
-    """P wires and rank's own chunk of x -> the sum, x's dtype[n]."""
-    if not ragged.tiles_fit(fmt, geometry) or ragged.tail(fmt, geometry) is not None:
-        larger = ragged.padded(fmt, geometry)
-        wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
-        x_S = ragged.messages_of(geometry, x_S, larger.per_message).reshape(-1)
-        y = reduce_decode(fmt, larger, wires, x_S, rank, exponent, interpret=interpret)
-        return y[: geometry.per_message]
-    tiling = Tiling(fmt, geometry, interpret)
-    rank = jnp.asarray(rank, jnp.int32)[None]
-    x_RC = ragged.rows_of(fmt, x_S)
-    return _reduce_tiles(tiling, wires, x_RC, rank, _exponents(tiling, exponent), None, x_S.dtype).reshape(-1)
-
-
-def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=None):
-    """P wires -> the sum of what they say, dtype[n], in float32 and rank order."""
-
-    def run(tiling, wires):
-        return _reduce_tiles(tiling, wires, None, None, _exponents(tiling, exponent), None, dtype).reshape(-1)
-
-    messages = wires.shape[0]
-    return _with_tail(fmt, Geometry(n * messages, messages, n), wires, n, run, interpret)
-
-
-def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, interpret=None):
-    """P wires of messages that lie side by side -> dtype[S]."""
-    if not ragged.tiles_fit(fmt, geometry):
-        larger = ragged.padded(fmt, geometry)
-        wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
-        y = decode(fmt, larger, wires, dtype, exponent, interpret=interpret).reshape(geometry.messages, -1)
-        return y[:, : geometry.per_message].reshape(-1)[: geometry.elements]
-
-    def run(tiling, wires, rows):
-        return _decode_tiles(tiling, wires, rows, dtype, _exponents(tiling, exponent)).reshape(-1)
-
-    tiling = Tiling(fmt, geometry, interpret)
-    whole = run(tiling, wires, ragged.whole_elements(fmt, geometry.elements) // tiling.row)
-    where = ragged.tail(fmt, geometry)
-    if where is None:
-        return whole
-    tile = ragged.tile_tiling(fmt, 1, interpret)
-    count = fmt.n_blocks(where.elements)
-    wire = wires[where.message : where.message + 1]
-    small = ragged.take_blocks(fmt, wire, geometry.per_message, where.block, count)
-    return jnp.concatenate([whole, run(tile, small, ROWS)[: where.elements]])
-
-
-def _with_tail(fmt, geometry, wires, n, run, interpret):
-    """run(tiling, wires) over the whole rows of messages of n elements, and over the rest as a tile of its own."""
-    whole = ragged.whole_elements(fmt, n)
-    if n < ROWS * ragged.row_elements(fmt):
-        larger = ragged.padded(fmt, geometry)
-        return run(Tiling(fmt, larger, interpret), ragged.relay(fmt, wires, n, larger.per_message))[:n]
-    y = run(Tiling(fmt, geometry, interpret), wires)
-    if whole == n:
-        return y
-    tile = ragged.tile_tiling(fmt, geometry.messages, interpret)
-    small = ragged.take_blocks(fmt, wires, n, whole // fmt.block, fmt.n_blocks(n - whole))
-    return jnp.concatenate([y, run(tile, small)[: n - whole]])
-
-
-def _tile_of(fmt, x_S, where):
-    return ragged.tile_of(fmt, x_S[where.start : where.start + where.elements])
-
-
-def _exponents(tiling: Tiling, exponent):
-    """The exponents that a kernel reads: one, or one for each message where the message has one scale."""
-    if exponent is None or tiling.fmt.scale not in ("ue5m3", "site"):
-        return None
-    exponent = jnp.asarray(exponent, jnp.int32)
-    if tiling.fmt.scale == "ue5m3":
-        return exponent[None]
-    clipped = jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)
-    return jnp.broadcast_to(clipped, (tiling.geometry.messages,))
-
-
-__all__ = ["decode", "encode", "obstacle", "reduce_decode", "reduce_encode", "sum_decode"]
+__all__ = ["obstacle", *_OPERATIONS]

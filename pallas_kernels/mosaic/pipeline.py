@@ -1,6 +1,6 @@
 """The loop that every kernel runs: tiles come in ahead of time, are worked on, and go out behind.
 
-A CTA of up to four warpgroups stays on each multiprocessor. Every warpgroup is a worker of its own: it takes tiles
+A CTA of a few warpgroups stays on each multiprocessor. Every warpgroup is a worker of its own: it takes tiles
 worker, worker + workers, ... with `stages` tiles of input in flight, and shares only the rotation's matrices with the
 others. While one waits for memory, another computes.
 """
@@ -19,7 +19,6 @@ from pallas_kernels import compat
 CTA, WARPGROUP = "cta", "warpgroup"
 # Multiprocessors of an H100 or H200; where there are more they idle, where there are fewer CTAs queue.
 MAX_CTAS = 132
-MAX_WARPGROUPS = 4
 # What a CTA may use of 227 KiB, less barriers and the scratch of reductions.
 SHARED_BYTES = 232448 - 4096
 
@@ -32,10 +31,10 @@ class Workers:
     warpgroups: int
 
     @staticmethod
-    def fit(tiles: int, shared_bytes: int, bytes_each: int) -> Workers:
-        """As many warpgroups as the shared memory holds; `shared_bytes` are used by all of a CTA's."""
-        most = (SHARED_BYTES - shared_bytes) // bytes_each
-        return Workers(tiles, max(1, min(MAX_WARPGROUPS, most, -(-tiles // MAX_CTAS))))
+    def fit(tiles: int, shared_bytes: int, bytes_each: int, most: int) -> Workers:
+        """Up to `most` warpgroups, as the shared memory allows; `shared_bytes` are used by all of a CTA's."""
+        room = (SHARED_BYTES - shared_bytes) // bytes_each
+        return Workers(tiles, max(1, min(most, room, -(-tiles // MAX_CTAS))))
 
     @property
     def ctas(self) -> int:
@@ -67,11 +66,12 @@ class Workers:
         lax.fori_loop(0, self.steps(items), step, 0)
 
 
-def run(workers: Workers, stages: int, load, work, carry):
-    """load(tile, slot) starts the copies of a tile; work(tile, slot, parity, free, carry) -> carry uses them.
+def run(workers: Workers, stages: int, load, work, carry, prefetch=None):
+    """load(tile, slot) starts the copies of a tile; work(tile, slot, parity, free, carry, fetched) -> carry uses them.
 
     `work` calls free() as soon as it has read the slot, which starts the copies of the tile that comes next into it;
-    `parity` alternates 0, 1 for the outgoing buffers.
+    `parity` alternates 0, 1 for the outgoing buffers. `fetched` is what prefetch(tile) returned: registers whose loads
+    started a whole tile ago.
     """
     first, stride, steps = workers.index(), workers.count, workers.steps(workers.tiles)
     for s in range(stages):
@@ -80,17 +80,22 @@ def run(workers: Workers, stages: int, load, work, carry):
         def _(s=s):
             load(first + s * stride, jnp.int32(s))
 
-    def body(k, carry):
-        slot = lax.rem(k, jnp.int32(stages))
+    def fetch(tile):
+        return () if prefetch is None else prefetch(jnp.minimum(tile, workers.tiles - 1))
+
+    def body(k, state):
+        carry, fetched = state
+        slot, tile = lax.rem(k, jnp.int32(stages)), first + k * stride
+        coming = fetch(tile + stride)
 
         def free():
             @pl.when(k + stages < steps)
             def _():
-                load(first + (k + stages) * stride, slot)
+                load(tile + stages * stride, slot)
 
-        return work(first + k * stride, slot, lax.rem(k, jnp.int32(2)), free, carry)
+        return work(tile, slot, lax.rem(k, jnp.int32(2)), free, carry, fetched), coming
 
-    return lax.fori_loop(0, steps, body, carry)
+    return lax.fori_loop(0, steps, body, (carry, fetch(first)))[0]
 
 
 def call(body, inputs, out_type, scratch, workers: Workers, interpret=None):

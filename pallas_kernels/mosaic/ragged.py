@@ -1,8 +1,8 @@
 """What the tiles do not cover: the last rows, and messages that are short or do not start at a row.
 
 A large array is never copied for its tail: the kernel runs over its whole rows, and what is left, under 8 rows, goes
-through the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or several
-messages whose length is no multiple of a row, are padded.
+through the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or
+several messages whose length is no multiple of a row, are padded.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.writer import Inputs, Writer
 def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0)):
     """Sums P wires [P, W] and the own rows of x.
 
-    Returns (wire uint8[1, W], largest |z| as bits int32[workers]) where `dtype` is None, else the sum, dtype[rows, row].
+    Returns (wire uint8[1, W], largest |z| as bits int32[workers]) where `dtype` is None, else the sum dtype[rows, row].
     x_RC and rank (int32[1]) are None where every term is in a wire.
     """
     fmt, ranks = tiling.fmt, tiling.geometry.messages
@@ -40,8 +40,10 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     tile = ROWS * tiling.row
     own_bytes = tile * x_dtype.itemsize if has_own else 0
     out_bytes = Writer.scratch_bytes(one, 1) if to_wire else tile * y_dtype.itemsize
-    each = sources * ROWS * tiling.row_bytes + own_bytes + out_bytes
-    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, each)
+    stage_bytes = sources * ROWS * tiling.row_bytes + own_bytes
+    # Two warpgroups have registers for this work; two stages hide the memory's latency where they fit.
+    stages = 2 if rotator.bytes + 2 * (2 * stage_bytes + out_bytes) <= pipeline.SHARED_BYTES else 1
+    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, 2)
     warpgroups = workers.warpgroups
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
@@ -55,39 +57,50 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, buffers=1)
             writer.fill()
 
+        def barrier(slot):
+            return wg * stages + slot
+
         def load(t, slot):
             row = one.locate(t)[1]
             for j in range(sources):
                 message = j + (j >= own_rank).astype(jnp.int32)
-                source.load(codes_g, message, row, codes_s.at[wg, j], bars.at[wg * sources + j])
+                source.load(codes_g, message, row, codes_s.at[wg, slot, j], bars.at[barrier(slot) * sources + j])
             if has_own:
                 rows = pl.ds(tiling.x_row(own_rank, row), ROWS)
-                plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg], x_bars.at[wg])
+                plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[barrier(slot)])
 
-        def work(t, slot, parity, free, largest):
+        def scale_bytes(t, p):
+            return source.scale_bytes(scales_g, jnp.int32(p), one.locate(t)[1])
+
+        def prefetch(t):
+            # More would not leave registers for the rest.
+            return [scale_bytes(t, p) if ranks <= 4 else None for p in range(ranks)]
+
+        def work(t, slot, parity, free, largest, fetched):
             row = one.locate(t)[1]
-            # All at once, so that the way to memory and back is gone only once.
-            scale_bytes = [source.scale_bytes(scales_g, jnp.int32(p), row) for p in range(ranks)]
 
-            def own():
-                plgpu.barrier_wait(x_bars.at[wg])
-                return tuple(rotator.rotate(x_s.at[wg], m_s))
+            def add(total, z):
+                return tuple(z) if total is None else tuple(a + b for a, b in zip(total, z))
 
-            def term(p):
+            def own(total=None):
+                plgpu.barrier_wait(x_bars.at[barrier(slot)])
+                return add(total, rotator.rotate(x_s.at[wg, slot], m_s))
+
+            def term(p, total=None):
                 j = p - (p > own_rank).astype(jnp.int32)
-                plgpu.barrier_wait(bars.at[wg * sources + j])
-                codes = blocks.decode(tiling, codes_s.at[wg, j])
-                return tuple(blocks.scale_rows(tiling, codes, source.scales(scale_bytes[p], exponent)))
+                plgpu.barrier_wait(bars.at[barrier(slot) * sources + j])
+                codes = blocks.decode(tiling, codes_s.at[wg, slot, j])
+                scales = source.scales(fetched[p] or scale_bytes(t, p), exponent)
+                return add(total, blocks.scale_rows(tiling, codes, scales))
 
-            total = None
-            for p in range(ranks):
-                z = lax.cond(own_rank == p, own, lambda p=p: term(p)) if has_own else term(p)
-                total = z if total is None else tuple(a + b for a, b in zip(total, z))
+            total = term(0) if not has_own else lax.cond(own_rank == 0, own, lambda: term(0))
+            for p in range(1, ranks):
+                total = lax.cond(own_rank == p, own, lambda t, p=p: term(p, t), total) if has_own else term(p, total)
             free()
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
                 return jnp.maximum(largest, writer.write(jnp.int32(0), row, parity, list(total), noise))
-            values = rotator.unrotate(list(total), m_s)
+            values = rotator.unrotate(list(total), m_s, y_dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer = out_s.at[wg]
             for i, v in enumerate(values):
@@ -96,7 +109,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, 1, load, work, Writer.nothing())
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), prefetch)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
             outputs[1][workers.index()] = jnp.max(largest)
@@ -111,15 +124,12 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
         out_type = jax.ShapeDtypeStruct((one.rows // 8 * 8, tiling.row), y_dtype)
-    x_shape = (warpgroups, ROWS, tiling.row) if has_own else (1, 8, tiling.row)
+    x_shape = (warpgroups, stages, ROWS, tiling.row) if has_own else (1, 1, 8, tiling.row)
     x_s = plgpu.SMEM(x_shape, x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
-    barriers = [
-        plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=warpgroups),
-        plgpu.Barrier(num_barriers=warpgroups * sources),
-    ]
+    slots = warpgroups * stages
+    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_barriers=slots * sources)]
     return pipeline.call(
         kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
-        [source.scratch(warpgroups, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
+        [source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
         workers, tiling.interpret,
     )  # fmt: skip

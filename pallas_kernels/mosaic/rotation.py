@@ -101,11 +101,11 @@ class Rotator:
         chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
         return self._product([_parts(c, PARTS[x_s.dtype.name]) for c in chunks], m_s, "r") if self.active else chunks
 
-    def unrotate(self, z: list[jax.Array], m_s) -> list[jax.Array]:
-        """Rotated chunks, sums in float32 -> the values."""
+    def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
+        """Rotated chunks, sums in float32 -> the values: to 2^-17 for a 16-bit `dtype`, which has 2^-11 at best."""
         if not self.active:
             return z
-        return self._product([_parts(c, 3) for c in z], m_s, "u")
+        return self._product([_parts(c, 3 if dtype == jnp.float32 else 2) for c in z], m_s, "u")
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
         """Values of codes (exact in float16), chunk by chunk -> rotated back, without their block's scale."""

@@ -44,24 +44,24 @@ class Wires:
             copies.load(bytes_g, codes_s, barrier, t.interpret is not None)
 
     def scale_bytes(self, scales_g, message, row) -> list[list[jax.Array]]:
-        """Blocks x byte planes of int32[64]; of scale "site" the message's one byte, int32[]."""
+        """Blocks x byte planes of uint8[64], or of scale "site" the one byte: loads that nobody waits for yet."""
         t = self.tiling
         per_row = t.blocks_per_row
         if t.fmt.scale == "site":
             offset = t.plane_offset(0)
             byte = scales_g[message, offset] if per_row == 1 else scales_g[message, offset // per_row, 0]
-            return [[byte.astype(jnp.int32) & 0xFF]] * per_row
+            return [[byte]] * per_row
         out = []
         for b in range(per_row):
             planes = []
             for k in range(t.scale_planes):
                 rows = pl.ds(t.plane_offset(k) // per_row + row, ROWS)
                 ref = scales_g.at[message, rows] if per_row == 1 else scales_g.at[message, rows, b]
-                vector = compat.load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                planes.append(vector.astype(jnp.int32) & 0xFF)
+                planes.append(compat.load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False))
             out.append(planes)
         return out
 
     def scales(self, scale_bytes, exponent) -> list:
         """Scale of each block of a row: float32[64], or one float32[] for scale "site"."""
-        return [scales.read(self.tiling.fmt, planes, exponent) for planes in scale_bytes]
+        words = [[plane.astype(jnp.int32) & 0xFF for plane in planes] for planes in scale_bytes]
+        return [scales.read(self.tiling.fmt, planes, exponent) for planes in words]
