@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import MAX_EXPONENT, Format, Geometry
 from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.decode import decode as _decode_tiles
-from pallas_kernels.mosaic.encode import encode as _encode_tiles
-from pallas_kernels.mosaic.encode import largest as _largest
-from pallas_kernels.mosaic.reduce import reduce as _reduce_tiles
+from pallas_kernels.mosaic.decoding import decode as _decode_tiles
+from pallas_kernels.mosaic.encoding import encode as _encode_tiles
+from pallas_kernels.mosaic.encoding import largest as _largest
+from pallas_kernels.mosaic.reduction import reduce as _reduce_tiles
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 
