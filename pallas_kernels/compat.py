@@ -18,6 +18,14 @@ def load(ref, layout, *, optimized: bool = True):
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
+def store(ref, value, *, optimized: bool = True) -> None:
+    """ref[...] = value; optimized=False allows bank conflicts and narrow writes, which jax refuses from 0.12 on."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=optimized)
+    else:
+        ref[...] = value
+
+
 def compiler_params() -> plgpu.CompilerParams:
     """Lane semantics: register layouts are what the kernel says, not what a compiler pass infers."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -111,14 +111,14 @@ def _store(tiling, b, codes, codes_s):
     start = b * fmt.block * fmt.bits // 8
     if fmt.bits == 8:
         for i, q in enumerate(codes):
-            codes_s[:, pl.ds(start + i * tiling.chunk, tiling.chunk)] = q
+            compat.store(codes_s.at[:, pl.ds(start + i * tiling.chunk, tiling.chunk)], q, optimized=False)
         return
     width = packing.part_columns(fmt)
     parts = [codes[i * width // tiling.chunk] for i in range(packing_parts(fmt.bits))]
     at = [i * width % tiling.chunk for i in range(len(parts))]
     planes = packing.pack(fmt, [q[:, o : o + width] for q, o in zip(parts, at)])
     for k, plane in enumerate(planes):
-        codes_s[:, pl.ds(start + k * width, width)] = plane
+        compat.store(codes_s.at[:, pl.ds(start + k * width, width)], plane, optimized=False)
 
 
 def _join(parts, start, size, width):

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, copies
 from pallas_kernels.mosaic.pipeline import Workers
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
@@ -99,9 +100,10 @@ class Writer:
         for k in range(t.scale_planes):
             start = t.plane_offset(k) + row * per_row
             if per_row == 1:
-                self.o_g[message, pl.ds(start, ROWS)] = planes[0][k].astype(jnp.uint8)
+                to = self.o_g.at[message, pl.ds(start, ROWS)]
+                compat.store(to, planes[0][k].astype(jnp.uint8), optimized=False)
                 continue
             for b in range(per_row):
-                self.scales_s[k, :, b] = planes[b][k].astype(jnp.uint8)
+                compat.store(self.scales_s.at[k, :, b], planes[b][k].astype(jnp.uint8), optimized=False)
             plane_g = self.o_g.at[message, pl.ds(start, ROWS * per_row)]
             copies.store_through_registers(self.scales_s.at[k], plane_g, t.interpret is not None)
