@@ -1,9 +1,12 @@
-"""What differs between jax 0.10.2 and 0.12 in Mosaic GPU, asked of the library and not of its version."""
+"""What differs between jax 0.10.2 and 0.12 in Mosaic GPU, asked of the library where it can be asked."""
 
 from __future__ import annotations
 
 import inspect
 
+import jax
+import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters.get("idx", None) is not None and (
@@ -45,3 +48,22 @@ def reset_interpreter() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _lower_concatenation() -> None:
+    """Gives jax 0.10 the rule by which later versions concatenate: the registers of one array after another's."""
+    from jax._src.pallas.mosaic_gpu import lowering
+    from jax.experimental.mosaic import gpu as mgpu
+
+    @lowering.register_lowering_rule(lax.concatenate_p, mgpu.LoweringSemantics.Lane)
+    def concatenate(ctx, *args, dimension):
+        arrays = [lowering._ensure_fa(x, aval.dtype) for x, aval in zip(args, ctx.avals_in)]
+        first = arrays[0]
+        if not isinstance(first.layout, mgpu.TiledLayout) or any(a.layout != first.layout for a in arrays):
+            raise NotImplementedError(f"concatenation of register layouts {[a.layout for a in arrays]}")
+        registers = np.concatenate([a.registers for a in arrays], axis=dimension)
+        return mgpu.FragmentedArray(_registers=registers, _layout=first.layout, _is_signed=first.is_signed)
+
+
+if jax.__version_info__ < (0, 11):
+    _lower_concatenation()
