@@ -24,7 +24,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
     Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64].
     """
     fmt, n = tiling.fmt, tiling.chunks_per_block
-    largest, planes = None, []
+    largest, planes, pieces = None, [], []
     for b in range(tiling.blocks_per_row):
         block = z[b * n : (b + 1) * n]
         amax, bits = _row_maxima(block, tiling.interpret is not None)
@@ -36,9 +36,10 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
             if fmt.scale == "site":
                 q = jnp.where(_columns(finite, c), q, jnp.full_like(q, fmt.nan))
             codes.append(q)
-        _store(tiling, b, codes, codes_s)
+        pieces += _packed(tiling, codes)
         planes.append(block_planes)
         largest = bits if largest is None else jnp.maximum(largest, bits)
+    codes_s[...] = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
     return largest, planes
 
 
@@ -74,6 +75,15 @@ def swizzle(tiling: Tiling) -> int | None:
     return tiling.row_bytes if tiling.row_bytes in (64, 128) else None
 
 
+def codes_scratch(tiling: Tiling, swizzled: int | None, *slots: int):
+    """Shared memory for tiles of codes [*slots, 64, row_bytes]."""
+    shape = (*slots, ROWS, tiling.row_bytes)
+    if not swizzled:
+        return plgpu.SMEM(shape, jnp.uint8)
+    transforms = plgpu.TilingTransform((8, swizzled)), plgpu.SwizzleTransform(swizzled)
+    return plgpu.SMEM(shape, jnp.uint8, transforms=transforms)
+
+
 def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -> list[jax.Array]:
     """Uniform noise of a tile's elements: a counter hash of message, element and seed (`taco_jax/noise.py`).
 
@@ -106,19 +116,15 @@ def _mix(x):
     return x ^ (x >> np.uint32(16))
 
 
-def _store(tiling, b, codes, codes_s):
+def _packed(tiling, codes) -> list:
+    """The codes of a block's chunks -> its bytes, uint8 arrays in column order."""
     fmt = tiling.fmt
-    start = b * fmt.block * fmt.bits // 8
     if fmt.bits == 8:
-        for i, q in enumerate(codes):
-            compat.store(codes_s.at[:, pl.ds(start + i * tiling.chunk, tiling.chunk)], q, optimized=False)
-        return
+        return codes
     width = packing.part_columns(fmt)
-    parts = [codes[i * width // tiling.chunk] for i in range(packing_parts(fmt.bits))]
-    at = [i * width % tiling.chunk for i in range(len(parts))]
-    planes = packing.pack(fmt, [q[:, o : o + width] for q, o in zip(parts, at)])
-    for k, plane in enumerate(planes):
-        compat.store(codes_s.at[:, pl.ds(start + k * width, width)], plane, optimized=False)
+    starts = [i * width for i in range(packing_parts(fmt.bits))]
+    chunk = tiling.chunk
+    return packing.pack(fmt, [codes[o // chunk][:, o % chunk : o % chunk + width] for o in starts])
 
 
 def _join(parts, start, size, width):

@@ -33,9 +33,9 @@ def load(bytes_g, tile_s, barrier, interpret: bool) -> None:
 
 def store_through_registers(tile_s, bytes_g, interpret: bool) -> None:
     """Copies a small tile to bytes at any offset, where a bulk copy would need multiples of 16."""
-    size = math.prod(tile_s.shape)
+    shape = bytes_g.shape
     if interpret:
-        bytes_g[...] = tile_s[...].reshape(size)
+        bytes_g[...] = tile_s[...].reshape(shape)
     else:
-        layout = plgpu.Layout.WG_STRIDED((size,), max(1, size // 128))
-        bytes_g[...] = compat.load(tile_s.reshape(size), layout)
+        layout = plgpu.Layout.WG_STRIDED(shape, max(1, math.prod(shape) // 128))
+        bytes_g[...] = compat.load(tile_s.reshape(*shape), layout)

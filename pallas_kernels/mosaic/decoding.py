@@ -51,7 +51,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
             return carry
 
         prefetch = lambda tile: source.scale_bytes(scales_g, *tiling.locate(tile))
-        pipeline.run(workers, STAGES, load, work, jnp.int32(0), prefetch)
+        pipeline.run(workers, STAGES, load, work, jnp.int32(0), prefetch, lambda: rotator.wait(m_bar))
         plgpu.wait_smem_to_gmem(0)
 
     shape = (workers.warpgroups, BUFFERS, ROWS, tiling.row)

@@ -36,7 +36,6 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         rotator.load(m_g, m_s, m_bar, wg)
         exponents_g = e_g if inputs.has_exponent else None
         writer = Writer(tiling, workers, o_g, codes_s.at[wg], scales_s.at[wg], exponents_g, BUFFERS)
-        writer.fill()
 
         def load(tile, slot):
             message, row = tiling.locate(tile)
@@ -51,22 +50,24 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             noise = inputs.noise(n_g, message, row, offsets)
             return jnp.maximum(largest, writer.write(message, row, parity, z, noise))
 
-        largest = pipeline.run(workers, STAGES, load, work, writer.nothing())
+        def begin():
+            writer.fill()
+            rotator.wait(m_bar)
+
+        largest = pipeline.run(workers, STAGES, load, work, writer.nothing(), begin=begin)
         plgpu.wait_smem_to_gmem(0)
         max_g[workers.index()] = jnp.max(largest)
 
     shape = (workers.warpgroups, STAGES, ROWS, tiling.row)
     x_type = plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk))
     scratch = Writer.scratch(tiling, workers.warpgroups, BUFFERS)
-    out_type = [
-        jax.ShapeDtypeStruct((tiling.geometry.messages, tiling.message_bytes), jnp.uint8),
-        jax.ShapeDtypeStruct((workers.count,), jnp.int32),
-    ]
+    out_type = [Writer.out_type(tiling), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
     barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * STAGES)]
-    return pipeline.call(
+    wires, bits = pipeline.call(
         kernel, [x_RC, rotator.operand, *inputs.arrays], out_type, [x_type, rotator.scratch, *scratch, *barriers],
         workers, tiling.interpret,
     )  # fmt: skip
+    return wires.reshape(tiling.geometry.messages, -1), bits
 
 
 def largest(bits: jax.Array, tiling: Tiling) -> jax.Array:

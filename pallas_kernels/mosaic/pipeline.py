@@ -66,12 +66,12 @@ class Workers:
         lax.fori_loop(0, self.steps(items), step, 0)
 
 
-def run(workers: Workers, stages: int, load, work, carry, prefetch=None):
+def run(workers: Workers, stages: int, load, work, carry, prefetch=None, begin=None):
     """load(tile, slot) starts the copies of a tile; work(tile, slot, parity, free, carry, fetched) -> carry uses them.
 
     `work` calls free() as soon as it has read the slot, which starts the copies of the tile that comes next into it;
     `parity` alternates 0, 1 for the outgoing buffers. `fetched` is what prefetch(tile) returned: registers whose loads
-    started a whole tile ago.
+    started a whole tile ago. begin() runs when the first copies are on their way.
     """
     first, stride, steps = workers.index(), workers.count, workers.steps(workers.tiles)
     for s in range(stages):
@@ -79,6 +79,9 @@ def run(workers: Workers, stages: int, load, work, carry, prefetch=None):
         @pl.when(s < steps)
         def _(s=s):
             load(first + s * stride, jnp.int32(s))
+
+    if begin is not None:
+        begin()
 
     def fetch(tile):
         return () if prefetch is None else prefetch(jnp.minimum(tile, workers.tiles - 1))

@@ -45,6 +45,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     stages = 2 if rotator.bytes + 2 * (2 * stage_bytes + out_bytes) <= pipeline.SHARED_BYTES else 1
     workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, 2)
     warpgroups = workers.warpgroups
+    # Scales are fetched a tile ahead where that leaves registers for the rest.
+    fetches = to_wire and ranks <= 4
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
         outputs, (codes_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars) = refs[: 1 + to_wire], refs[1 + to_wire :]
@@ -55,7 +57,11 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         exponent = e_g[0] if inputs.has_exponent and fmt.scale != "site" else None
         if to_wire:
             writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, buffers=1)
-            writer.fill()
+
+        def begin():
+            if to_wire:
+                writer.fill()
+            rotator.wait(m_bar)
 
         def barrier(slot):
             return wg * stages + slot
@@ -73,8 +79,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             return source.scale_bytes(scales_g, jnp.int32(p), one.locate(t)[1])
 
         def prefetch(t):
-            # More would not leave registers for the rest.
-            return [scale_bytes(t, p) if ranks <= 4 else None for p in range(ranks)]
+            return [scale_bytes(t, p) if fetches else None for p in range(ranks)]
 
         def work(t, slot, parity, free, largest, fetched):
             row = one.locate(t)[1]
@@ -90,12 +95,20 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
                 j = p - (p > own_rank).astype(jnp.int32)
                 plgpu.barrier_wait(bars.at[barrier(slot) * sources + j])
                 codes = blocks.decode(tiling, codes_s.at[wg, slot, j])
-                scales = source.scales(fetched[p] or scale_bytes(t, p), exponent)
+                scales = source.scales(fetched[p] if fetches else scale_bytes(t, p), exponent)
                 return add(total, blocks.scale_rows(tiling, codes, scales))
 
-            total = term(0) if not has_own else lax.cond(own_rank == 0, own, lambda: term(0))
-            for p in range(1, ranks):
-                total = lax.cond(own_rank == p, own, lambda t, p=p: term(p, t), total) if has_own else term(p, total)
+            def step(p, total):
+                if not has_own:
+                    return term(p, total)
+                return lax.cond(own_rank == p, own, lambda total: term(p, total), total)
+
+            total = lax.cond(own_rank == 0, own, lambda: term(0)) if has_own else term(0)
+            if fetches:
+                for p in range(1, ranks):
+                    total = step(p, total)
+            else:
+                total = lax.fori_loop(1, ranks, step, total)
             free()
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
@@ -109,16 +122,14 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), prefetch)
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), prefetch, begin)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
             outputs[1][workers.index()] = jnp.max(largest)
 
     if to_wire:
         out_s, scales_s = Writer.scratch(one, warpgroups, 1)
-        out_type = [
-            jax.ShapeDtypeStruct((1, one.message_bytes), jnp.uint8), jax.ShapeDtypeStruct((workers.count,), jnp.int32)
-        ]  # fmt: skip
+        out_type = [Writer.out_type(one), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
     else:
         transforms = rotation.transforms(y_dtype, tiling.chunk)
         out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)
@@ -128,8 +139,9 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     x_s = plgpu.SMEM(x_shape, x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
     slots = warpgroups * stages
     barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_barriers=slots * sources)]
-    return pipeline.call(
+    out = pipeline.call(
         kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
         [source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
         workers, tiling.interpret,
     )  # fmt: skip
+    return (out[0].reshape(1, -1), out[1]) if to_wire else out

@@ -82,58 +82,46 @@ class Rotator:
         return self.operand.size * jnp.dtype(self.dtype).itemsize
 
     def load(self, m_g, m_s, barrier, warpgroup) -> None:
-        """The first warpgroup fetches the matrices; all wait for them."""
-        if not self.active:
-            return
+        """The first warpgroup fetches the matrices; `wait` before they are used."""
+        if self.active:
 
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(m_g, m_s, barrier)
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(m_g, m_s, barrier)
 
-        plgpu.barrier_wait(barrier)
+    def wait(self, barrier) -> None:
+        if self.active:
+            plgpu.barrier_wait(barrier)
 
     def rotate(self, x_s, m_s) -> list[jax.Array]:
         """A tile [64, row] in shared memory -> its rotated blocks, float32[64, chunk] each, in order."""
         width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
         if self.active and x_s.dtype == m_s.dtype:
-            return self._product([[x_s.at[:, pl.ds(i * width, width)]] for i in range(n)], m_s, "r")
+            return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s, "r")
         x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
         chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
-        return self._product([_parts(c, PARTS[x_s.dtype.name]) for c in chunks], m_s, "r") if self.active else chunks
+        return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s, "r") if self.active else chunks
 
     def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
-        """Rotated chunks, sums in float32 -> the values: to 2^-17 for a 16-bit `dtype`, which has 2^-11 at best."""
-        if not self.active:
-            return z
-        return self._product([_parts(c, 3 if dtype == jnp.float32 else 2) for c in z], m_s, "u")
+        """Rotated chunks, sums in float32 -> the values; to 2^-17 where codes and output are coarser by far."""
+        parts = 3 if dtype == jnp.float32 or self.tiling.fmt.bits == 8 else 2
+        return self._product([(c, parts) for c in z], m_s, "u") if self.active else z
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
         """Values of codes (exact in float16), chunk by chunk -> rotated back, without their block's scale."""
-        return self._product([[c.astype(jnp.float16)] for c in codes], m_s, "u") if self.active else codes
+        return self._product([(c.astype(jnp.float16), 0) for c in codes], m_s, "u") if self.active else codes
 
-    def _product(self, chunks: list[list], m_s, direction: str) -> list[jax.Array]:
+    def _product(self, chunks: list[tuple], m_s, direction: str) -> list[jax.Array]:
+        """chunks: (left operand, number of bfloat16 parts that stand for it, 0: none are needed)."""
         t = self.tiling
         table, n = matrices(t.fmt, self.directions)[1][direction], t.chunks_per_block
         scale = np.float32(1.0 / np.sqrt(t.fmt.block))
         out = []
         for start in range(0, len(chunks), n):
             for j in range(n):
-                terms = [(part, m_s.at[table[i][j]]) for i in range(n) for part in chunks[start + i]]
+                terms = [(*chunks[start + i], m_s.at[table[i][j]]) for i in range(n)]
                 out.append(_sum_of_products(t, terms) * scale)
         return out
-
-
-def _sum_of_products(tiling: Tiling, terms) -> jax.Array:
-    if tiling.interpret is not None and isinstance(terms[0][0], jax.Array):
-        # The interpreter takes no left operand in registers.
-        return sum(jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in terms)
-
-    def multiply(acc):
-        for a, b in terms:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, tiling.chunk), jnp.float32))
 
 
 def operand_dtype(dtype) -> jnp.dtype:
@@ -147,11 +135,30 @@ def transforms(dtype, chunk: int) -> tuple:
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def _parts(x: jax.Array, n: int) -> list[jax.Array]:
-    """x as a sum of n bfloat16 arrays, each truncated (rounding up could overflow); the last one is rounded."""
-    out = []
+def _sum_of_products(tiling: Tiling, terms) -> jax.Array:
+    if tiling.interpret is not None and isinstance(terms[0][0], jax.Array):
+        # The interpreter takes no left operand in registers.
+        return sum(
+            jnp.dot(p.astype(jnp.float32), b[...].astype(jnp.float32)) for a, n, b in terms for p in _parts(a, n)
+        )
+
+    def multiply(acc):
+        for a, n, b in terms:
+            for part in _parts(a, n):
+                plgpu.wgmma(acc, part, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, tiling.chunk), jnp.float32))
+
+
+def _parts(x, n: int):
+    """x as a sum of n bfloat16 arrays, one after the other: each is truncated, since rounding up could overflow, and
+    the last one rounded."""
+    if n == 0:
+        yield x
+        return
     for _ in range(n - 1):
         head = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & np.int32(-65536), jnp.float32)
-        out.append(head.astype(jnp.bfloat16))
+        yield head.astype(jnp.bfloat16)
         x = x - head
-    return [*out, x.astype(jnp.bfloat16)]
+    yield x.astype(jnp.bfloat16)

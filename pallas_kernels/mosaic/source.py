@@ -27,12 +27,7 @@ class Wires:
         return [codes, wires if per_row == 1 else wires.reshape(wires.shape[0], -1, per_row)]
 
     def scratch(self, *slots: int):
-        t = self.tiling
-        shape = (*slots, ROWS, t.row_bytes)
-        if not self.swizzle:
-            return plgpu.SMEM(shape, jnp.uint8)
-        tiles = plgpu.TilingTransform((8, self.swizzle)), plgpu.SwizzleTransform(self.swizzle)
-        return plgpu.SMEM(shape, jnp.uint8, transforms=tiles)
+        return blocks.codes_scratch(self.tiling, self.swizzle, *slots)
 
     def load(self, codes_g, message, row, codes_s, barrier) -> None:
         t = self.tiling

@@ -8,7 +8,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, copies
 from pallas_kernels.mosaic.pipeline import Workers
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
@@ -33,20 +32,34 @@ class Inputs:
 
 
 class Writer:
-    """Writes tiles of rotated blocks into wires uint8[P, W]; one for each worker.
+    """Writes tiles of rotated blocks into wires; one for each worker.
 
-    codes_s [buffers, 64, row_bytes] and scales_s [planes, 64, blocks of a row] are the worker's own shared memory.
+    codes_s [buffers, 64, row_bytes] and scales_s [planes, 64, blocks of a row] are the worker's own shared memory. The
+    wires are uint8[P, W], or [P, W / row_bytes, row_bytes] where tiles of 64 and 128 bytes a row can go out by tensor
+    copies: their shared memory is swizzled, and written without bank conflicts.
     """
 
     def __init__(self, tiling: Tiling, workers: Workers, o_g, codes_s, scales_s, exponents_g, buffers: int):
         self.tiling, self.workers, self.o_g, self.buffers = tiling, workers, o_g, buffers
         self.codes_s, self.scales_s, self.exponents_g = codes_s, scales_s, exponents_g
+        self.width = self.swizzle(tiling)
+
+    @staticmethod
+    def swizzle(tiling: Tiling) -> int | None:
+        # A tile that is moved back ends its scales anywhere, not at a row of the wire.
+        return blocks.swizzle(tiling) if tiling.rows % ROWS == 0 else None
+
+    @staticmethod
+    def out_type(tiling: Tiling) -> jax.ShapeDtypeStruct:
+        p, w = tiling.geometry.messages, tiling.message_bytes
+        width = Writer.swizzle(tiling)
+        return jax.ShapeDtypeStruct((p, w // width, width) if width else (p, w), jnp.uint8)
 
     @staticmethod
     def scratch(tiling: Tiling, warpgroups: int, buffers: int) -> list:
         planes = max(1, tiling.scale_planes)
         return [
-            plgpu.SMEM((warpgroups, buffers, ROWS, tiling.row_bytes), jnp.uint8),
+            blocks.codes_scratch(tiling, Writer.swizzle(tiling), warpgroups, buffers),
             plgpu.SMEM((warpgroups, planes, ROWS, tiling.blocks_per_row), jnp.uint8),
         ]
 
@@ -72,13 +85,13 @@ class Writer:
 
             def zero(i, offset=offset, length=length):
                 message = lax.div(i, jnp.int32(length))
-                self.o_g[message, offset + i - message * length] = jnp.uint8(0)
+                self._put_byte(message, offset + i - message * length, jnp.uint8(0))
 
             self.workers.for_each(length * t.geometry.messages, zero)
         if t.fmt.scale == "site":
 
             def scale(message):
-                self.o_g[message, t.plane_offset(0)] = (self.exponent(message) + 127).astype(jnp.uint8)
+                self._put_byte(message, t.plane_offset(0), (self.exponent(message) + 127).astype(jnp.uint8))
 
             self.workers.for_each(t.geometry.messages, scale)
 
@@ -89,8 +102,11 @@ class Writer:
         buffer = self.codes_s.at[parity if self.buffers == 2 else 0]
         largest, planes = blocks.encode(t, z, self.exponent(message), noise, buffer)
         plgpu.commit_smem()
-        size = ROWS * t.row_bytes
-        copies.store(buffer, self.o_g.at[message, pl.ds(row * t.row_bytes, size)], t.interpret is not None)
+        if self.width:
+            plgpu.copy_smem_to_gmem(buffer, self.o_g.at[message, pl.ds(row, ROWS)])
+        else:
+            size = ROWS * t.row_bytes
+            copies.store(buffer, self.o_g.at[message, pl.ds(row * t.row_bytes, size)], t.interpret is not None)
         self._write_scales(message, row, planes)
         return largest
 
@@ -98,12 +114,26 @@ class Writer:
         t = self.tiling
         per_row = t.blocks_per_row
         for k in range(t.scale_planes):
-            start = t.plane_offset(k) + row * per_row
+            bytes_g = self._bytes(message, t.plane_offset(k) + row * per_row, ROWS * per_row)
             if per_row == 1:
-                to = self.o_g.at[message, pl.ds(start, ROWS)]
-                compat.store(to, planes[0][k].astype(jnp.uint8), optimized=False)
+                bytes_g[...] = planes[0][k].astype(jnp.uint8)
                 continue
             for b in range(per_row):
-                compat.store(self.scales_s.at[k, :, b], planes[b][k].astype(jnp.uint8), optimized=False)
-            plane_g = self.o_g.at[message, pl.ds(start, ROWS * per_row)]
-            copies.store_through_registers(self.scales_s.at[k], plane_g, t.interpret is not None)
+                self.scales_s[k, :, b] = planes[b][k].astype(jnp.uint8)
+            copies.store_through_registers(self.scales_s.at[k], bytes_g, t.interpret is not None)
+
+    def _bytes(self, message, start, size: int):
+        """The ref of some bytes of a message; where it has rows, of a part of one or of whole ones."""
+        if not self.width:
+            return self.o_g.at[message, pl.ds(start, size)]
+        line = lax.div(start, jnp.int32(self.width))
+        if size <= self.width:
+            return self.o_g.at[message, line, pl.ds(start - line * self.width, size)]
+        return self.o_g.at[message, pl.ds(line, size // self.width)]
+
+    def _put_byte(self, message, offset, value):
+        if self.width:
+            line = lax.div(jnp.int32(offset), jnp.int32(self.width))
+            self.o_g[message, line, offset - line * self.width] = value
+        else:
+            self.o_g[message, offset] = value
