@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default=",".join(c for c in CODECS if c not in ("none", "taco_paper")))
     parser.add_argument("--implementations", default="auto", help="mosaic,triton or auto: what the device takes")
-    parser.add_argument("--elements", type=int, default=8192 * 132 * 16 * 8, help="bf16 elements of x")
+    parser.add_argument("--elements", type=int, default=8192 * 132 * 16 * 16, help="bf16 elements of x")
     parser.add_argument("--no-xla", action="store_true", help="leave the XLA codec out")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args()

@@ -30,12 +30,13 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     # Measured on an H100: two keep up with the memory, but where small values are made of many integer operations.
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
     workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, most)
+    width = None if rotator.active else Writer.tensor_width(tiling)
 
     def kernel(x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponents_g = e_g if inputs.has_exponent else None
-        writer = Writer(tiling, workers, o_g, codes_s.at[wg], scales_s.at[wg], exponents_g, BUFFERS)
+        writer = Writer(tiling, workers, o_g, codes_s.at[wg], scales_s.at[wg], exponents_g, BUFFERS, width)
 
         def load(tile, slot):
             message, row = tiling.locate(tile)
@@ -60,8 +61,8 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
 
     shape = (workers.warpgroups, STAGES, ROWS, tiling.row)
     x_type = plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk))
-    scratch = Writer.scratch(tiling, workers.warpgroups, BUFFERS)
-    out_type = [Writer.out_type(tiling), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
+    scratch = Writer.scratch(tiling, workers.warpgroups, BUFFERS, width)
+    out_type = [Writer.out_type(tiling, width), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
     barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * STAGES)]
     wires, bits = pipeline.call(
         kernel, [x_RC, rotator.operand, *inputs.arrays], out_type, [x_type, rotator.scratch, *scratch, *barriers],

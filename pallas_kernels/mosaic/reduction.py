@@ -47,6 +47,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     warpgroups = workers.warpgroups
     # Scales are fetched a tile ahead where that leaves registers for the rest.
     fetches = to_wire and ranks <= 4
+    width = Writer.tensor_width(one)
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
         outputs, (codes_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars) = refs[: 1 + to_wire], refs[1 + to_wire :]
@@ -56,7 +57,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         exponents_g = e_g if inputs.has_exponent else None
         exponent = e_g[0] if inputs.has_exponent and fmt.scale != "site" else None
         if to_wire:
-            writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, buffers=1)
+            writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, 1, width)
 
         def begin():
             if to_wire:
@@ -128,8 +129,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             outputs[1][workers.index()] = jnp.max(largest)
 
     if to_wire:
-        out_s, scales_s = Writer.scratch(one, warpgroups, 1)
-        out_type = [Writer.out_type(one), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
+        out_s, scales_s = Writer.scratch(one, warpgroups, 1, width)
+        out_type = [Writer.out_type(one, width), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
     else:
         transforms = rotation.transforms(y_dtype, tiling.chunk)
         out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)

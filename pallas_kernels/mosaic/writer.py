@@ -34,32 +34,34 @@ class Inputs:
 class Writer:
     """Writes tiles of rotated blocks into wires; one for each worker.
 
-    codes_s [buffers, 64, row_bytes] and scales_s [planes, 64, blocks of a row] are the worker's own shared memory. The
-    wires are uint8[P, W], or [P, W / row_bytes, row_bytes] where tiles of 64 and 128 bytes a row can go out by tensor
-    copies: their shared memory is swizzled, and written without bank conflicts.
+    codes_s [buffers, 64, row_bytes] and scales_s [planes, 64, blocks of a row] are the worker's own shared memory.
+    Bulk copies take tiles as they lie, to wires uint8[P, W]. Tensor copies (`width`: bytes of a row, 64 or 128) take
+    them from swizzled memory, which is written without bank conflicts, to wires [P, W / width, width]; they pay where
+    the kernel reads much from shared memory too.
     """
 
-    def __init__(self, tiling: Tiling, workers: Workers, o_g, codes_s, scales_s, exponents_g, buffers: int):
+    def __init__(
+        self, tiling: Tiling, workers: Workers, o_g, codes_s, scales_s, exponents_g, buffers: int, width: int | None
+    ):
         self.tiling, self.workers, self.o_g, self.buffers = tiling, workers, o_g, buffers
         self.codes_s, self.scales_s, self.exponents_g = codes_s, scales_s, exponents_g
-        self.width = self.swizzle(tiling)
+        self.width = width
 
     @staticmethod
-    def swizzle(tiling: Tiling) -> int | None:
-        # A tile that is moved back ends its scales anywhere, not at a row of the wire.
+    def tensor_width(tiling: Tiling) -> int | None:
+        """The `width` of tensor copies, None where they cannot be: a tile that is moved back ends its scales anywhere."""
         return blocks.swizzle(tiling) if tiling.rows % ROWS == 0 else None
 
     @staticmethod
-    def out_type(tiling: Tiling) -> jax.ShapeDtypeStruct:
+    def out_type(tiling: Tiling, width: int | None) -> jax.ShapeDtypeStruct:
         p, w = tiling.geometry.messages, tiling.message_bytes
-        width = Writer.swizzle(tiling)
         return jax.ShapeDtypeStruct((p, w // width, width) if width else (p, w), jnp.uint8)
 
     @staticmethod
-    def scratch(tiling: Tiling, warpgroups: int, buffers: int) -> list:
+    def scratch(tiling: Tiling, warpgroups: int, buffers: int, width: int | None) -> list:
         planes = max(1, tiling.scale_planes)
         return [
-            blocks.codes_scratch(tiling, Writer.swizzle(tiling), warpgroups, buffers),
+            blocks.codes_scratch(tiling, width, warpgroups, buffers),
             plgpu.SMEM((warpgroups, planes, ROWS, tiling.blocks_per_row), jnp.uint8),
         ]
 
