@@ -1,0 +1,71 @@
+"""Text to GPT-2 tokens: train.bin and val.bin (uint16) for the trainer, from a folder of text and GPT-2's merges.
+
+    python experiments/tokenize_corpus.py --corpus CORPUS --merges vocab.bpe --out tokens/
+
+CORPUS holds *.train.txt.xz (documents are separated by empty lines) and val.jsonl.xz ({"text": ...} a line). Documents
+are shuffled (seed 0), each after an <|endoftext|>. Needs the package `tokenizers`. The vocabulary follows from the
+merges alone: 256 bytes, one token for each merge, <|endoftext|>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+
+END = "<|endoftext|>"
+
+
+def tokenizer(merges: Path):
+    """GPT-2's byte-level BPE from its merges file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [tuple(line.split()) for line in merges.read_text(encoding="utf-8").splitlines()[1:] if line]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    vocabulary = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in pairs), END])}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
+
+
+def write(bpe, documents: list[str], path: Path) -> int:
+    end = bpe.token_to_id(END)
+    size = 0
+    with path.open("wb") as file:
+        for start in range(0, len(documents), 4096):
+            encoded = bpe.encode_batch(documents[start : start + 4096], add_special_tokens=False)
+            ids = np.concatenate([np.array([end, *e.ids], np.uint16) for e in encoded])
+            size += ids.size
+            file.write(ids.tobytes())
+    return size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--merges", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    bpe = tokenizer(args.merges)
+    known = bpe.encode("Hello, world! It's 2024.").ids
+    assert known == [15496, 11, 995, 0, 632, 338, 48609, 13], f"{args.merges} are not GPT-2's merges: {known}"
+    documents = []
+    for path in sorted(args.corpus.glob("*.train.txt.xz")):
+        documents += [d for d in lzma.open(path, "rt", encoding="utf-8").read().split("\n\n") if d.strip()]
+    order = np.random.default_rng(0).permutation(len(documents))
+    train = write(bpe, [documents[i] for i in order], args.out / "train.bin")
+    lines = lzma.open(args.corpus / "val.jsonl.xz", "rt", encoding="utf-8")
+    validation = write(bpe, [json.loads(line)["text"] for line in lines], args.out / "val.bin")
+    print(
+        f"{args.out}: {len(documents)} documents, {train / 1e6:.1f}M training and {validation / 1e6:.2f}M validation tokens"
+    )
+
+
+if __name__ == "__main__":
+    main()
