@@ -106,7 +106,7 @@ def call(body, inputs, out_type, scratch, workers: Workers, interpret=None):
     options = {} if interpret is None else {"interpret": interpret}
     if workers.warpgroups > 1:
         options |= {"num_threads": workers.warpgroups, "thread_name": WARPGROUP}
-    return plgpu.kernel(
+    out = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
@@ -115,3 +115,5 @@ def call(body, inputs, out_type, scratch, workers: Workers, interpret=None):
         compiler_params=compat.compiler_params(),
         **options,
     )(*inputs)
+    # Else XLA may let the kernel write into its caller's update of a larger array, at any byte of it.
+    return lax.optimization_barrier(out)

@@ -43,7 +43,12 @@ def whole_elements(fmt: Format, n: int) -> int:
 
 
 def rows_of(fmt: Format, x_S: jax.Array) -> jax.Array:
-    """The whole rows of x, [R, row]; a prefix, which XLA hands to a kernel without a copy."""
+    """The whole rows of x, [R, row]; a prefix, which XLA hands to a kernel without a copy.
+
+    Where x is itself a slice, XLA would hand over the array that it was cut from, and the kernel's copies would begin
+    at any byte of it; they need multiples of 16. The barrier makes x an array of its own.
+    """
+    x_S = lax.optimization_barrier(x_S)
     whole = whole_elements(fmt, x_S.size)
     return (x_S if whole == x_S.size else x_S[:whole]).reshape(-1, row_elements(fmt))
 
