@@ -62,9 +62,8 @@ def main() -> None:
     train = write(bpe, [documents[i] for i in order], args.out / "train.bin")
     lines = lzma.open(args.corpus / "val.jsonl.xz", "rt", encoding="utf-8")
     validation = write(bpe, [json.loads(line)["text"] for line in lines], args.out / "val.bin")
-    print(
-        f"{args.out}: {len(documents)} documents, {train / 1e6:.1f}M training and {validation / 1e6:.2f}M validation tokens"
-    )
+    sizes = f"{train / 1e6:.1f}M training and {validation / 1e6:.2f}M validation tokens"
+    print(f"{args.out}: {len(documents)} documents, {sizes}")
 
 
 if __name__ == "__main__":
