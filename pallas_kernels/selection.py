@@ -1,7 +1,8 @@
 """Which implementation runs a codec operation on a device, and why: `choose(spec, device) -> (name, reason)`.
 
-NVIDIA GPUs of compute capability 9.0 and newer take mosaic kernels, and triton's where mosaic has none for the codec;
-8.0 to 8.9 take triton kernels; everything else the jnp reference. Each kernel package says by itself what it cannot do
+NVIDIA GPUs of compute capability 9.0 (Hopper) take mosaic kernels, and triton's where mosaic has none for the codec;
+8.0 to 8.9 and 10.0 and newer take triton kernels (the matrix instructions of the mosaic kernels are Hopper's alone);
+everything else the jnp reference. Each kernel package says by itself what it cannot do
 (`obstacle`), without a GPU and without its compiler.
 """
 
@@ -117,7 +118,7 @@ def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
     capability = compute_capability(device)
     if capability is None:
         return (), f"{describe(device)} is no NVIDIA GPU that is known here: the jnp reference runs"
-    if capability >= (9, 0):
+    if capability[0] == 9:
         return ("mosaic", "triton"), f"{describe(device)} runs {{}} kernels"
     if capability >= (8, 0):
         return ("triton",), f"{describe(device)} runs {{}} kernels"

@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnavailableError
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
-from taco_jax.codec import Codec, as_codec, check_choice
+from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
 from taco_jax.compat import as_varying, region_device, varying_axes
 from taco_jax.plan import BACKENDS
 
@@ -94,26 +94,36 @@ def encode(
     codec: Codec, geometry: Geometry, x_S: jax.Array, exponent=None, key=None, *, with_stats=False, backend="auto"
 ) -> tuple[jax.Array, jax.Array]:
     """dtype[S] -> (wires uint8[P, wire_bytes(N)], measure float32[1 or 6]: largest scale, then `Codec.measure`)."""
-    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend, geometry, with_stats)
-    if kernels is None:
+
+    def reference():
         return _encode_blocks(codec, codec.to_blocks(_messages(x_S, geometry)), exponent, key, with_stats)
-    exponent, seed = _scalar(exponent), codec.seed(key)
-    wires, largest = kernels.encode(to_format(codec), geometry, x_S, exponent, seed)
-    return _typed(wires, x_S, exponent, seed), _typed(largest[None], x_S, exponent, seed)
+
+    def kernel():
+        wires, largest = kernels.encode(to_format(codec), geometry, x_S, _scalar(exponent), codec.seed(key))
+        return _typed(wires, *inputs), _typed(largest[None], *inputs)
+
+    inputs = x_S, exponent, key
+    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend, geometry, with_stats)
+    return _where_it_can(codec, exponent, kernels, kernel, reference, inputs)
 
 
 def reduce_encode(
     codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, key=None, *, with_stats=False, backend="auto"
 ) -> tuple[jax.Array, jax.Array]:
     """Wires of P ranks and rank `rank`'s own x -> (the sum's wire uint8[wire_bytes(N)], measure)."""
-    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry, with_stats)
-    if kernels is None:
+
+    def reference():
         z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
         return _encode_blocks(codec, z_MB, exponent, key, with_stats)
-    exponent, seed = _scalar(exponent), codec.seed(key)
-    wire, largest = kernels.reduce_encode(to_format(codec), geometry, wires, x_S, rank, exponent, seed)
-    inputs = wires, x_S, rank, exponent, seed
-    return _typed(wire, *inputs), _typed(largest[None], *inputs)
+
+    def kernel():
+        seed = codec.seed(key)
+        wire, largest = kernels.reduce_encode(to_format(codec), geometry, wires, x_S, rank, _scalar(exponent), seed)
+        return _typed(wire, *inputs), _typed(largest[None], *inputs)
+
+    inputs = wires, x_S, rank, exponent, key
+    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry, with_stats)
+    return _where_it_can(codec, exponent, kernels, kernel, reference, inputs)
 
 
 def reduce_decode(codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, *, backend="auto") -> jax.Array:
@@ -173,6 +183,16 @@ def decode_chunks(
         p, n = geometry.messages, geometry.per_message
         rows.append(decode(codec, Geometry(p * n, p, n), chunk, dtype, exponent, backend=backend).reshape(p, n))
     return jnp.concatenate(rows, axis=1).reshape(-1)[: first.elements]
+
+
+def _where_it_can(codec: Codec, exponent, kernels, kernel, reference, inputs):
+    """kernel() where there is one. With one scale for a whole message a kernel needs that scale before it starts."""
+    if kernels is None or (codec.scale == "site" and exponent is None):
+        return reference()
+    if codec.scale != "site":
+        return kernel()
+    typed = lambda results: tuple(_typed(r, *inputs) for r in results)  # branches must vary over the same axes
+    return lax.cond(exponent != UNCALIBRATED, lambda: typed(kernel()), lambda: typed(reference()))
 
 
 # The jnp implementation

@@ -34,7 +34,8 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
             v = jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0))
             q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i], tiling.interpret is not None)
             if fmt.scale == "site":
-                q = jnp.where(_columns(finite, c), q, jnp.full_like(q, fmt.nan))
+                q = jnp.where(_columns(finite, c), q.astype(jnp.int32), jnp.int32(fmt.nan))
+                q = q.astype(jnp.uint8) if fmt.bits == 8 else q
             codes.append(q)
         pieces += _packed(tiling, codes)
         planes.append(block_planes)

@@ -49,7 +49,7 @@ class Writer:
 
     @staticmethod
     def tensor_width(tiling: Tiling) -> int | None:
-        """The `width` of tensor copies, None where they cannot be: a tile that is moved back ends its scales anywhere."""
+        """The `width` of tensor copies, None where a tile is moved back: it ends its scales anywhere."""
         return blocks.swizzle(tiling) if tiling.rows % ROWS == 0 else None
 
     @staticmethod

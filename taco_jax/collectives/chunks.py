@@ -13,13 +13,20 @@ from taco_jax.wire import round_up
 
 # Kernels work in tiles of this many elements.
 TILE = 8192
+ROW = 128
 
 
 def chunk_elements(codec: Codec, size: int, ranks: int) -> int:
-    """Elements of one rank's share of `size`: whole blocks, and whole tiles where those cost under 0.1 % more bytes."""
+    """Elements of one rank's share of `size`: whole blocks, and whole tiles or rows of kernels where that costs little.
+
+    Little is under 0.1 % of the bytes for tiles, 1 % for rows, without which a kernel's input would have to be padded.
+    """
     n = codec.block * -(-codec.n_blocks(size) // ranks)
-    tiles = round_up(n, TILE)
-    return tiles if codec.wire_bytes(tiles) <= 1.001 * codec.wire_bytes(n) else n
+    for multiple, excess in ((TILE, 1.001), (ROW, 1.01)):
+        larger = round_up(n, multiple)
+        if n >= TILE and codec.wire_bytes(larger) <= excess * codec.wire_bytes(n):
+            return larger
+    return n
 
 
 def cut(geometry: Geometry, chunks: int, block: int) -> list[Geometry]:

@@ -23,7 +23,7 @@ HOPPER = device()
 AMPERE = device(kind="NVIDIA A100-SXM4-80GB", capability="8.0")
 KERNELS = {
     "hopper": (HOPPER, ("mosaic", "triton")),
-    "blackwell": (device(kind="NVIDIA B200", capability="10.0"), ("mosaic", "triton")),
+    "blackwell": (device(kind="NVIDIA B200", capability="10.0"), ("triton",)),
     "ada": (device(kind="NVIDIA L4", capability="8.9"), ("triton",)),
     "ampere": (AMPERE, ("triton",)),
 }
