@@ -4,11 +4,11 @@ This package imports nothing from `taco_jax`: it takes a `KernelSpec` and a devi
 backend and the reason. `taco_jax/backend.py` asks, and owns the fallback, the pure `jnp` codec, which is the reference
 that every kernel is tested against.
 
-| backend  | devices                                          | is in                                    |
-|----------|--------------------------------------------------|------------------------------------------|
-| `mosaic` | NVIDIA, compute capability 9.0 and newer         | `pallas_kernels.mosaic`                  |
-| `triton` | NVIDIA, 8.0 to 8.9, and what mosaic has not      | `pallas_kernels.triton` (extra `triton`) |
-| `jnp`    | any                                              | `taco_jax`                               |
+| backend  | devices                                           | is in                                    |
+|----------|---------------------------------------------------|------------------------------------------|
+| `mosaic` | NVIDIA, compute capability 9.0 (Hopper)           | `pallas_kernels.mosaic`                  |
+| `triton` | other NVIDIA from 8.0 on, and what mosaic has not | `pallas_kernels.triton` (extra `triton`) |
+| `jnp`    | any                                               | `taco_jax`                               |
 
 A kernel package is imported by `load` when it is first used. It holds `encode`, `reduce_encode`, `reduce_decode`,
 `sum_decode`, `decode`, and `obstacle`, which says what it cannot do.
