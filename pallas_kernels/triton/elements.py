@@ -1,0 +1,92 @@
+"""Element formats inside a kernel: float32 values to codes and codes to values, by integer arithmetic.
+
+The arithmetic is `taco_jax/elements.py`'s, bit for bit, in fewer instructions. A float format's code is
+(e - e_min) 2^m + round(|v| / 2^(e - m)) with e the exponent of v's binade: adding 2^(e - m + 23) to |v| rounds it to a
+multiple of 2^(e - m), to nearest even, and leaves the quotient in the low bits of the sum.
+"""
+
+import triton
+import triton.language as tl
+
+# 1.5 * 2^23: adding it rounds to an integer and leaves that, in two's complement, in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def to_codes(v, noise, R: tl.constexpr):
+    """float32 values, finite and divided by their scale -> int32 codes in the low bits; noise: None or in [0, 1)."""
+    if R.hardware_cast and R.is_float and R.bits == 8 and not R.stochastic:
+        # This conversion clips by itself.
+        if R.mantissa == 3:
+            return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        else:
+            return v.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    if not R.is_float:
+        if R.clips:
+            v = tl.minimum(tl.maximum(v, -R.maximum), R.maximum)
+        if R.stochastic:
+            q = tl.minimum(tl.floor(v + noise), R.maximum).to(tl.int32)
+        else:
+            q = (v + _ROUNDER).to(tl.int32, bitcast=True)
+        return q & R.code_mask
+    sign = (v.to(tl.int32, bitcast=True) >> (32 - R.bits)) & R.sign_bit
+    magnitude = tl.abs(v)
+    if R.clips:
+        magnitude = tl.minimum(magnitude, R.maximum)
+    exponent = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.maximum(exponent, (127 + R.min_exponent) << 23)
+    binade = (exponent >> (23 - R.mantissa)) - ((127 + R.min_exponent) << R.mantissa)
+    if R.stochastic:
+        inverse_spacing = ((127 << 23) - exponent + ((127 + R.mantissa) << 23)).to(tl.float32, bitcast=True)
+        quotient = tl.floor(magnitude * inverse_spacing + noise).to(tl.int32)
+        return tl.minimum(binade + quotient, R.top) | sign
+    rounder = (exponent + ((23 - R.mantissa) << 23)).to(tl.float32, bitcast=True)
+    # The exponent bits of the sum fall to the mask.
+    quotient = (magnitude + rounder).to(tl.int32, bitcast=True)
+    return ((binade + quotient) & R.magnitude_mask) | sign
+
+
+@triton.jit
+def from_codes(codes, WIDE: tl.constexpr, R: tl.constexpr):
+    """int32 codes, high bits zero -> values, exactly: float32 where WIDE, else float16, which all formats are within."""
+    if R.is_float:
+        if R.hardware_cast and R.bits == 8 and R.mantissa == 3:
+            value = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            return value.to(tl.float32) if WIDE else value
+        # The bits of a wider float that is too small by the difference of the biases. It has the subnormals too.
+        MANTISSA: tl.constexpr = 23 if WIDE else 26
+        FACTOR: tl.constexpr = 2.0 ** ((126 if WIDE else 14) + R.min_exponent)
+        bits = (codes << (32 - R.bits)) >> (32 - R.bits - MANTISSA + R.mantissa)
+        bits = bits & (-(2**31) + (R.magnitude_mask << (MANTISSA - R.mantissa)))
+        if WIDE:
+            value = bits.to(tl.float32, bitcast=True) * FACTOR
+        else:
+            value = (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True) * tl.full((), FACTOR, tl.float16)
+        if R.is_site:
+            value = tl.where((codes & R.magnitude_mask) > R.top, float("nan"), value)
+        return value
+    # 2^23 + code (float16: 2^10) is a float whose low bits are the code's.
+    code = codes ^ R.sign_bit
+    if WIDE:
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + R.sign_bit)
+    else:
+        value = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - tl.full((), 1024.0 + R.sign_bit, tl.float16)
+    if R.is_site:
+        value = tl.where(codes == R.nan, float("nan"), value)
+    return value
+
+
+@triton.jit
+def mix(x):
+    """lowbias32: uint32 -> uint32."""
+    x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform(index, message, seed0, seed1):
+    """Noise in [0, 1) of the element with this index (uint32) in a message, as `taco_jax/noise.py` draws it."""
+    step = tl.mul(message.to(tl.uint32), 0x9E3779B9, sanitize_overflow=False)
+    h = mix(mix(index ^ seed0) ^ tl.add(seed1, step, sanitize_overflow=False))
+    return (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)

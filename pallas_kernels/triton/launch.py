@@ -1,0 +1,112 @@
+"""Starts a kernel through jax-triton, which is imported here, when a kernel is first called.
+
+`set_launcher` puts another way of running kernels in its place, for instance Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+
+from pallas_kernels.devices import compute_capability
+from pallas_kernels.triton.recipe import Recipe
+
+# Compute capabilities from which on the hardware converts float32 to 8-bit floats and back.
+HARDWARE_CAST = (8, 9)
+# An H100's; a device that is only known by name does not say.
+_MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel call: arrays, then sizes, then outputs are the kernel's arguments in order."""
+
+    kernel: str  # a name in kernels.py
+    arrays: Sequence[jax.Array]
+    sizes: Sequence[int]
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    grid: tuple[int, ...]
+    recipe: Recipe
+    warps: int
+    aliases: dict[int, int]
+
+
+Launcher = Callable[[Launch], list[jax.Array]]
+_launcher: Launcher | None = None
+
+
+def set_launcher(launcher: Launcher | None) -> None:
+    """Runs kernels with `launcher`; None: on the GPU, through jax-triton."""
+    global _launcher
+    _launcher = launcher
+
+
+def launch(call: Launch) -> list[jax.Array]:
+    """Runs the kernel. Its outputs are typed varying over every mesh axis that an input varies over.
+
+    Raises ModuleNotFoundError, saying what to install, where jax-triton or triton is missing.
+    """
+    outputs = (_launcher or _launch_on_gpu)(call)
+    axes = {axis for x in call.arrays for axis in _varying(x)}
+    out = []
+    for y in outputs:
+        missing = tuple(sorted(axes - _varying(y)))
+        out.append(lax.pcast(y, missing, to="varying") if missing else y)
+    return out
+
+
+def device() -> jax.Device | object:
+    """The device that is traced for: that of the mesh in whose region this is, or the first one."""
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    devices = jax.local_devices()
+    if abstract is None:
+        return devices[0]
+    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
+    return same[0] if same else abstract
+
+
+def multiprocessors() -> int:
+    here = device()
+    return getattr(here, "core_count", None) or getattr(here, "num_cores", None) or _MULTIPROCESSORS
+
+
+def has_hardware_cast() -> bool:
+    return (compute_capability(device()) or (8, 0)) >= HARDWARE_CAST
+
+
+def is_hopper() -> bool:
+    return (compute_capability(device()) or (8, 0))[0] == 9
+
+
+def _launch_on_gpu(call: Launch) -> list[jax.Array]:
+    try:
+        jax_triton = importlib.import_module("jax_triton")
+        kernels = importlib.import_module("pallas_kernels.triton.kernels")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"triton kernels need jax-triton with a GPU build of jax below 0.12: pip install 'taco-jax[triton]' ({error})"
+        ) from error
+    capability = compute_capability(device())
+    outputs = jax_triton.triton_call(
+        *call.arrays,
+        *call.sizes,
+        kernel=getattr(kernels, call.kernel),
+        out_shape=list(call.outputs),
+        grid=call.grid,
+        num_warps=call.warps,
+        num_stages=call.recipe.stages,
+        compute_capability=None if capability is None else 10 * capability[0] + capability[1],
+        # Products and sums round one by one, as they do in the jnp codec.
+        enable_fp_fusion=False,
+        input_output_aliases=call.aliases,
+        R=kernels.Constants(call.recipe),
+    )
+    return list(outputs)
+
+
+def _varying(x) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

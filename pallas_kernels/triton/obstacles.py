@@ -1,0 +1,19 @@
+"""What the Triton kernels cannot do. Importable, and answered, without triton and without a GPU."""
+
+from __future__ import annotations
+
+from pallas_kernels.formats import ELEMENTS, SCALE_BYTES, Format
+
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCKS = (32, 64, 128, 256)
+
+
+def obstacle(fmt: Format, operation: str, dtype: str) -> str | None:
+    """Why `operation` (encode, reduce, decode) cannot run on a GPU of capability 8.0 or newer; None where it can."""
+    if fmt.element not in ELEMENTS or fmt.scale not in SCALE_BYTES:
+        return f"triton has no element {fmt.element!r} with scale {fmt.scale!r}"
+    if str(dtype) not in DTYPES:
+        return f"triton kernels take {', '.join(DTYPES)}, not {dtype}"
+    if fmt.block not in BLOCKS:
+        return f"triton kernels have blocks of {', '.join(map(str, BLOCKS))}, not {fmt.block}"
+    return None
