@@ -40,7 +40,8 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         pieces += _packed(tiling, codes)
         planes.append(block_planes)
         largest = bits if largest is None else jnp.maximum(largest, bits)
-    codes_s[...] = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    row = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    compat.store(codes_s, row, optimized=False)
     return largest, planes
 
 

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, copies
 from pallas_kernels.mosaic.pipeline import Workers
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
@@ -118,10 +119,10 @@ class Writer:
         for k in range(t.scale_planes):
             bytes_g = self._bytes(message, t.plane_offset(k) + row * per_row, ROWS * per_row)
             if per_row == 1:
-                bytes_g[...] = planes[0][k].astype(jnp.uint8)
+                compat.store(bytes_g, planes[0][k].astype(jnp.uint8), optimized=False)
                 continue
             for b in range(per_row):
-                self.scales_s[k, :, b] = planes[b][k].astype(jnp.uint8)
+                compat.store(self.scales_s.at[k, :, b], planes[b][k].astype(jnp.uint8), optimized=False)
             copies.store_through_registers(self.scales_s.at[k], bytes_g, t.interpret is not None)
 
     def _bytes(self, message, start, size: int):
