@@ -15,12 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
+from pallas_kernels.mosaic.obstacles import SHARED_BYTES
 
 CTA, WARPGROUP = "cta", "warpgroup"
 # Multiprocessors of an H100 or H200; where there are more they idle, where there are fewer CTAs queue.
 MAX_CTAS = 132
-# What a CTA may use of 227 KiB, less barriers and the scratch of reductions.
-SHARED_BYTES = 232448 - 4096
 
 
 @dataclass(frozen=True)
