@@ -1,0 +1,135 @@
+"""Compressed collectives as XLA compiles them for H100s: kernels, collectives of uint8, nothing else that is large."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from aot.instructions import collectives, copies, kernels, slices_of_kernels
+from aot.topology import compile_on_four
+from jax import lax
+from mosaic_programs import PRESETS
+
+import taco_jax
+from taco_jax import CODECS
+from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
+
+S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block
+RAGGED = (S + 37, S + 128 * 3 + 8, S - 1)
+# Matrices of rotations, tails and scales are smaller.
+LARGE = S // 16
+
+
+def psum(x, codec="taco", **options):
+    return lax.pcast(taco_jax.psum(x, "tp", codec=codec, **options), "tp", to="varying")
+
+
+def shape(*dims, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_psum_is_three_kernels_and_two_collectives(name, dtype):
+    compiled = compile_on_four(lambda x: psum(x, name), shape(S, dtype=dtype))
+    assert kernels(compiled) == 3
+    wires = 4 * CODECS[name].wire_bytes(S // 4)
+    assert collectives(compiled) == [("all-gather", "u8", wires), ("all-to-all", "u8", wires)]
+    assert copies(compiled, LARGE) == []
+
+
+def rows(x):
+    return x.reshape(4, -1)
+
+
+@pytest.mark.parametrize(
+    "f,passes",
+    [
+        (lambda x: taco_jax.psum_scatter(rows(x), "tp", codec="int6h"), 0),
+        (lambda x: taco_jax.all_gather(x, "tp", codec="int6h"), 0),
+        # The own row is not quantised: it is put in its place afterwards.
+        (lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, codec="int6h", tiled=True), 1),
+        (lambda x: psum(x, "int6h", algorithm="one_shot"), 0),
+    ],
+    ids=["psum_scatter", "all_gather", "all_to_all", "one_shot"],
+)
+def test_other_collectives_are_two_kernels(f, passes):
+    compiled = compile_on_four(f, shape(S))
+    assert kernels(compiled) == 2
+    assert {dtype for _, dtype, _ in collectives(compiled)} == {"u8"}
+    assert len(copies(compiled, LARGE)) <= passes
+
+
+def test_layers_in_a_scan_with_remat():
+    # Megatron's pair, compressed in both passes: f before the column-parallel product, g after the row-parallel one.
+    compression = taco_jax.Compression("int6h", "int6h", min_bytes=0)
+
+    def layer(x, ws):
+        w_up, w_down = ws
+        y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ w_up) @ w_down
+        return x + reduce_from_tp(y, "tp", compression), None
+
+    def loss(x, ws):
+        return lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32).sum()
+
+    def gradient(scale, *ws):
+        x = jnp.ones((512, 1024), jnp.bfloat16) * lax.psum(scale, "tp")
+        return jax.grad(loss, argnums=1)(x, ws)[0]
+
+    compiled = compile_on_four(gradient, shape(), shape(3, 1024, 256), shape(3, 256, 1024))
+    # Forward, and backward, where the forward's is run again or not; each body of a loop counts once.
+    assert kernels(compiled) in (6, 9)
+    assert {dtype for _, dtype, elements in collectives(compiled) if elements > 1000} == {"u8"}
+
+
+@pytest.mark.parametrize("size", RAGGED)
+def test_a_tail_copies_nothing_on_its_way_out(size):
+    compiled = compile_on_four(psum, shape(size))
+    wires = 4 * CODECS["taco"].wire_bytes(chunk_elements(CODECS["taco"], size, 4))
+    assert collectives(compiled) == [("all-gather", "u8", wires), ("all-to-all", "u8", wires)]
+    # The result, whose tail comes from a kernel of its own, is put together by at most one more pass.
+    written = copies(compiled, size // 2)
+    assert len(written) <= 1 and all(i.elements == size for i in written), written
+    # Kernels read the whole rows where they lie: x from its start.
+    assert all(start == 0 for _, start in slices_of_kernels(compiled))
+
+
+def slice_at_5(x):
+    return psum(x[5 : 5 + S])
+
+
+def slice_in_a_loop(x):
+    def step(i, total):
+        piece = lax.dynamic_slice(x, (i * 1001,), (S,), allow_negative_indices=False)
+        return total + psum(piece)[:8]
+
+    return lax.fori_loop(0, 3, step, lax.pcast(jnp.zeros((8,), x.dtype), "tp", to="varying"))
+
+
+def update_at_5(x):
+    return lax.dynamic_update_slice(x * 2, psum(x[:S]), (5,))
+
+
+def update_in_a_loop(x):
+    def step(i, y):
+        return lax.dynamic_update_slice(y, psum(x[:S] + i.astype(x.dtype)), (i * 1001,), allow_negative_indices=False)
+
+    return lax.fori_loop(0, 3, step, x)
+
+
+def scattered_slice(x):
+    return taco_jax.psum_scatter(x[5 : 5 + S].reshape(4, -1), "tp", codec="taco")
+
+
+def gathered_slice(x):
+    return taco_jax.all_gather(x[5 : 5 + S], "tp", codec="int4h")
+
+
+@pytest.mark.parametrize(
+    "f", [slice_at_5, slice_in_a_loop, update_at_5, update_in_a_loop, scattered_slice, gathered_slice]
+)
+def test_kernels_read_and_write_whole_buffers(f):
+    # A copy by the tensor memory accelerator starts at a multiple of 16 bytes. XLA would let a kernel read a caller's
+    # slice, and write into his update, in place, wherever it starts.
+    compiled = compile_on_four(f, shape(S + 4096))
+    assert kernels(compiled) >= 2
+    assert all(start is not None and start % 16 == 0 for _, start in slices_of_kernels(compiled))

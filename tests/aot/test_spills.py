@@ -1,0 +1,77 @@
+"""Every kernel compiles for sm_90a and keeps its values in registers: ptxas reports no spill and no stack."""
+
+import dataclasses
+import itertools
+
+import pytest
+from aot.topology import compile_on_one, spills
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
+from pairs import pairwise
+
+from pallas_kernels import Format
+from taco_jax import CODECS
+from taco_jax.backend import to_format
+
+ROUNDINGS = ("nearest", "stochastic")
+# Enough tiles for four warpgroups a multiprocessor: what a large array gets. And few, for one.
+SIZES = (256 * 64 * 132 * 4, 256 * 64)
+RANKS = (4, 2, 8)
+
+
+# Codecs that are no preset may keep a little in local memory (blocks of 256 need twice the registers).
+SOME_BYTES = 2048
+# What ptxas said of each program: one that was compiled before is not compiled again.
+REPORTS = {}
+
+
+def check(*program, capfd, most=0):
+    if program not in REPORTS:
+        run, shapes = operation_program(*program)
+        capfd.readouterr()
+        compile_on_one(run, *shapes)
+        REPORTS[program] = capfd.readouterr().out
+    reported = REPORTS[program]
+    assert "for 'sm_90a'" in reported, reported
+    found = spills(reported)
+    assert found and all(max(kernel) <= most for kernel in found), reported
+
+
+def check_preset(name, operation, dtype, rounding, n, ranks, capfd):
+    fmt = to_format(dataclasses.replace(CODECS[name], rounding=rounding), encodes="encode" in operation)
+    # The noise takes registers too.
+    check(fmt, operation, dtype, n, ranks, capfd=capfd, most=0 if fmt.rounding == "nearest" else 128)
+
+
+def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, capfd):
+    fmt = Format(element, block, rotation, scale)
+    if scale == "site" and fmt.nan is None:
+        fmt = dataclasses.replace(fmt, scale="e8m0")
+    if obstacle(fmt, operation, dtype, n, ranks) is None:
+        check(fmt, operation, dtype, n, ranks, capfd=capfd, most=SOME_BYTES)
+
+
+CASES = dict(name=PRESETS, operation=OPERATIONS, dtype=DTYPES, rounding=ROUNDINGS, size=SIZES, ranks=RANKS)
+
+
+@pytest.mark.parametrize("case", pairwise(**CASES), ids=lambda case: "-".join(map(str, case)))
+def test_presets(case, capfd):
+    check_preset(*case, capfd)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_presets_in_the_form_that_models_use(name, operation, capfd):
+    check_preset(name, operation, "bfloat16", "nearest", SIZES[0], 4, capfd)
+
+
+@pytest.mark.parametrize("case", pairwise(**FIELDS, size=SIZES, ranks=RANKS), ids=lambda case: "-".join(map(str, case)))
+def test_fields(case, capfd):
+    check_fields(*case, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_preset(name, operation, capfd):
+    for rest in itertools.product(DTYPES, ROUNDINGS, SIZES, RANKS):
+        check_preset(name, operation, *rest, capfd)
