@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mosaic_checks import EXPONENTS, KINDS, SIZES, arguments, check_values, check_wires, reference, shares, values
+from mosaic_programs import DTYPES, OPERATIONS, PRESETS
 from pairs import pairwise
 
 from pallas_kernels import Geometry, compat, mosaic
@@ -29,11 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
-DTYPES = ("bfloat16", "float16", "float32")
-SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3)
-KINDS = ("gaussian", "zero", "inf", "nan", "huge", "tiny")
-PRESETS = [name for name, codec in CODECS.items() if not codec.exact and codec.scale != "paper"]
 # Fields of codecs; a site scale comes with a calibrated exponent, and ue5m3 with or without one.
 FIELDS = dict(
     element=tuple(ELEMENTS),
@@ -54,7 +51,6 @@ SHAPES = dict(
 FEW_SHAPES = SHAPES | dict(
     size=(129, 8193, 2**14 + 3), name=("taco", "int6h", "mxfp4"), kind=("mixed", "inf", "nan", "zero")
 )
-EXPONENTS = {"ue5m3": -4, "site": -2}
 
 
 @pytest.fixture(autouse=True)
@@ -66,66 +62,16 @@ def interpreter(request):
         compat.reset_interpreter()
 
 
-def values(size: int, kind: str, block: int, dtype: str, seed: int = 0) -> jax.Array:
-    """dtype[size] of one kind, or of blocks of all kinds in turn."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(size).astype(np.float32)
-    n_blocks = -(-size // block)
-    for b in range(n_blocks):
-        which = KINDS[b % len(KINDS)] if kind == "mixed" else kind
-        part = x[b * block : (b + 1) * block]
-        if which in ("inf", "nan"):
-            # One in every message would leave nothing to compare: one in every few blocks.
-            if kind == "mixed" or b % 3 == 0:
-                part[rng.integers(part.size)] = np.inf if which == "inf" else np.nan
-        else:
-            part *= {"gaussian": 1.0, "zero": 0.0, "huge": 1e30, "tiny": 1e-30}[which]
-    with np.errstate(over="ignore"):
-        return jnp.asarray(x).astype(dtype)
-
-
-def shares(codec: Codec, size: int, ranks: int) -> Geometry:
-    """How a collective cuts x: shares of whole blocks, or the whole array."""
-    if ranks == 1:
-        return Geometry(size, 1, size)
-    return Geometry(size, ranks, codec.block * -(-codec.n_blocks(size) // ranks))
-
-
 def compare(codec, geometry, dtype, operation, x, exponent=None, rank=0, interpret=None):
     """Runs an operation twice, interpreted and with jnp; both read the wires that jnp wrote. Returns the kernel's."""
     key = jax.random.key(1) if codec.rounding == "stochastic" else None
-    exponent = None if exponent is None else jnp.int32(exponent)
     theirs, wires = reference(codec, geometry, dtype, operation, x, exponent, key, rank)
     ours = kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, interpret)
     if "encode" in operation:
-        check_wires(codec, operation, ours, theirs)
+        check_wires(codec, operation, ours, theirs, exact=True)
     else:
         check_values(ours, theirs, codec.block)
     return ours
-
-
-def arguments(geometry, dtype, operation, x, wires, exponent, random, rank):
-    """In the order of the kernels' interface, which jnp's differs from only in the last: a key, not its seed."""
-    x, rank, n = [x], [jnp.int32(rank)], geometry.per_message
-    return {
-        "encode": [geometry, *x, exponent, random],
-        "reduce_encode": [geometry, wires, *x, *rank, exponent, random],
-        "reduce_decode": [geometry, wires, *x, *rank, exponent],
-        "sum_decode": [wires, n, dtype, exponent],
-        "decode": [geometry, wires, dtype, exponent],
-    }[operation]
-
-
-def reference(codec, geometry, dtype, operation, x, exponent, key, rank):
-    @jax.jit
-    def run(x, exponent):
-        first = wires, _ = backend.encode(codec, geometry, x, exponent, key, backend="jnp")
-        if operation == "encode":
-            return first, wires
-        given = arguments(geometry, dtype, operation, x, wires, exponent, key, rank)
-        return getattr(backend, operation)(codec, *given, backend="jnp"), wires
-
-    return run(x, exponent)
 
 
 def kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, interpret=None):
@@ -138,42 +84,6 @@ def kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, int
         return getattr(mosaic, operation)(fmt, *given, interpret=interpret)
 
     return run(x, wires, exponent, rank)
-
-
-def check_wires(codec, operation, ours, theirs):
-    (wires, largest), (wanted, measure) = ours, theirs
-    assert wires.shape == wanted.shape and wires.dtype == jnp.uint8
-    wires, wanted = np.asarray(wires), np.asarray(wanted)
-    different = int((wires != wanted).sum())
-    # A rotation sums in another order, and a sum of wires may round once less (a fused multiply-add): then a value that
-    # lies on a rounding border may fall on its other side. Else there is nothing to differ.
-    exact = operation == "encode" and codec.rotation == "none"
-    assert different <= (0 if exact else max(1, 2e-4 * wanted.size)), different
-    largest, wanted = float(largest), float(measure[0])
-    if np.isfinite(wanted):
-        np.testing.assert_allclose(largest, wanted, rtol=1e-6)
-    else:
-        assert not np.isfinite(largest)
-
-
-def check_values(ours, theirs, block):
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    digits = jnp.finfo(ours.dtype).nmant
-    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    # The own chunk's Inf comes back from jnp's rotations in its own place, among NaN; kernels have NaN there as well.
-    np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-    assert np.isnan(a[np.isnan(b)]).all()
-    same = (a == b) | ~np.isfinite(b)
-    # What differs does so in the last bit, or in what the cancellation of sums leaves of a block's largest: sums in
-    # float32, of values that are exact to 2^-17 where the result has 16 bits.
-    sums = 2.0**-18 if digits > 20 else 2.0**-15
-    padded = np.pad(np.where(np.isfinite(b), np.abs(b), 0), (0, -b.size % block)).reshape(-1, block)
-    largest = np.repeat(padded.max(1), block)[: b.size]
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0, np.abs(a - b) - 2.0**-digits * np.abs(b))
-    assert (error <= sums * largest).all(), error.max()
-    if digits < 20 and a.size >= 1000:
-        assert (~same).mean() < 0.05
 
 
 def codec_of(element, block, rotation, scale, rounding) -> Codec:
