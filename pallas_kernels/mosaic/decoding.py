@@ -23,25 +23,27 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     dtype = jnp.dtype(dtype)
     rotator = rotation.Rotator(tiling, "u", jnp.float16)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, None)
-    each = ROWS * (STAGES * tiling.row_bytes + BUFFERS * tiling.row * dtype.itemsize)
+    each = STAGES * source.scratch_bytes() + BUFFERS * ROWS * tiling.row * dtype.itemsize
     # Measured on an H100: two keep up with the memory, and unpacking takes a third.
     workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, 2 if tiling.fmt.bits == 8 else 3)
 
-    def kernel(codes_g, scales_g, m_g, e_g, n_g, y_g, codes_s, m_s, y_s, m_bar, bars):
+    def kernel(codes_g, scales_g, m_g, e_g, n_g, y_g, codes_s, scales_s, m_s, y_s, m_bar, bars):
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponent = e_g[0] if inputs.has_exponent else None
 
         def load(tile, slot):
             message, row = tiling.locate(tile)
-            source.load(codes_g, message, row, codes_s.at[wg, slot], bars.at[wg * STAGES + slot])
+            to = codes_s.at[wg, slot], scales_s.at[wg, slot], bars.at[wg * STAGES + slot]
+            source.load(codes_g, scales_g, message, row, *to)
 
-        def work(tile, slot, parity, free, carry, scale_bytes):
+        def work(tile, slot, parity, free, carry):
             message, row = tiling.locate(tile)
             plgpu.barrier_wait(bars.at[wg * STAGES + slot])
             codes = blocks.decode(tiling, codes_s.at[wg, slot])
+            scales = source.scales(scales_g, message, row, scales_s.at[wg, slot], exponent)
             free()
-            values = blocks.scale_rows(tiling, rotator.unrotate_codes(codes, m_s), source.scales(scale_bytes, exponent))
+            values = blocks.scale_rows(tiling, rotator.unrotate_codes(codes, m_s), scales)
             plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
             buffer = y_s.at[wg, parity]
             for i, v in enumerate(values):
@@ -50,15 +52,14 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
             plgpu.copy_smem_to_gmem(buffer, y_g.at[pl.ds(message * tiling.rows + row, ROWS)])
             return carry
 
-        prefetch = lambda tile: source.scale_bytes(scales_g, *tiling.locate(tile))
-        pipeline.run(workers, STAGES, load, work, jnp.int32(0), prefetch, lambda: rotator.wait(m_bar))
+        pipeline.run(workers, STAGES, load, work, jnp.int32(0), lambda: rotator.wait(m_bar))
         plgpu.wait_smem_to_gmem(0)
 
     shape = (workers.warpgroups, BUFFERS, ROWS, tiling.row)
     y_type = plgpu.SMEM(shape, dtype, transforms=rotation.transforms(dtype, tiling.chunk))
-    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * STAGES)]
+    barriers = [plgpu.Barrier(), source.barrier(workers.warpgroups * STAGES)]
     return pipeline.call(
         kernel, [*source.arrays(wires_PW), rotator.operand, *inputs.arrays],
         jax.ShapeDtypeStruct((rows, tiling.row), dtype),
-        [source.scratch(workers.warpgroups, STAGES), rotator.scratch, y_type, *barriers], workers, tiling.interpret,
+        [*source.scratch(workers.warpgroups, STAGES), rotator.scratch, y_type, *barriers], workers, tiling.interpret,
     )  # fmt: skip

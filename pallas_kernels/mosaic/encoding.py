@@ -43,7 +43,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             rows = pl.ds(tiling.x_row(message, row), ROWS)
             plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[wg * STAGES + slot])
 
-        def work(tile, slot, parity, free, largest, _):
+        def work(tile, slot, parity, free, largest):
             message, row = tiling.locate(tile)
             plgpu.barrier_wait(x_bars.at[wg * STAGES + slot])
             z = rotator.rotate(x_s.at[wg, slot], m_s)
@@ -55,7 +55,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             writer.fill()
             rotator.wait(m_bar)
 
-        largest = pipeline.run(workers, STAGES, load, work, writer.nothing(), begin=begin)
+        largest = pipeline.run(workers, STAGES, load, work, writer.nothing(), begin)
         plgpu.wait_smem_to_gmem(0)
         max_g[workers.index()] = jnp.max(largest)
 

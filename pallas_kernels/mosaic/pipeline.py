@@ -65,12 +65,11 @@ class Workers:
         lax.fori_loop(0, self.steps(items), step, 0)
 
 
-def run(workers: Workers, stages: int, load, work, carry, prefetch=None, begin=None):
-    """load(tile, slot) starts the copies of a tile; work(tile, slot, parity, free, carry, fetched) -> carry uses them.
+def run(workers: Workers, stages: int, load, work, carry, begin):
+    """load(tile, slot) starts the copies of a tile; work(tile, slot, parity, free, carry) -> carry uses them.
 
     `work` calls free() as soon as it has read the slot, which starts the copies of the tile that comes next into it;
-    `parity` alternates 0, 1 for the outgoing buffers. `fetched` is what prefetch(tile) returned: registers whose loads
-    started a whole tile ago. begin() runs when the first copies are on their way.
+    `parity` alternates 0, 1 for the outgoing buffers. begin() runs when the first copies are on their way.
     """
     first, stride, steps = workers.index(), workers.count, workers.steps(workers.tiles)
     for s in range(stages):
@@ -79,25 +78,19 @@ def run(workers: Workers, stages: int, load, work, carry, prefetch=None, begin=N
         def _(s=s):
             load(first + s * stride, jnp.int32(s))
 
-    if begin is not None:
-        begin()
+    begin()
 
-    def fetch(tile):
-        return () if prefetch is None else prefetch(jnp.minimum(tile, workers.tiles - 1))
-
-    def body(k, state):
-        carry, fetched = state
+    def body(k, carry):
         slot, tile = lax.rem(k, jnp.int32(stages)), first + k * stride
-        coming = fetch(tile + stride)
 
         def free():
             @pl.when(k + stages < steps)
             def _():
                 load(tile + stages * stride, slot)
 
-        return work(tile, slot, lax.rem(k, jnp.int32(2)), free, carry, fetched), coming
+        return work(tile, slot, lax.rem(k, jnp.int32(2)), free, carry)
 
-    return lax.fori_loop(0, steps, body, (carry, fetch(first)))[0]
+    return lax.fori_loop(0, steps, body, carry)
 
 
 def call(body, inputs, out_type, scratch, workers: Workers, interpret=None):

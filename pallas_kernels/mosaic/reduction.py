@@ -40,17 +40,18 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     tile = ROWS * tiling.row
     own_bytes = tile * x_dtype.itemsize if has_own else 0
     out_bytes = Writer.scratch_bytes(one, 1) if to_wire else tile * y_dtype.itemsize
-    stage_bytes = sources * ROWS * tiling.row_bytes + own_bytes
-    # Two warpgroups have registers for this work; two stages hide the memory's latency where they fit.
+    stage_bytes = sources * source.scratch_bytes() + own_bytes
+    # Two stages hide the memory's latency where they fit. Measured on an H100: two warpgroups keep up with the memory, and
+    # a third helps where small values are made of many integer operations.
     stages = 2 if rotator.bytes + 2 * (2 * stage_bytes + out_bytes) <= pipeline.SHARED_BYTES else 1
-    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, 2)
+    most = 2 if rotator.active else 3
+    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, most)
     warpgroups = workers.warpgroups
-    # Scales are fetched a tile ahead where that leaves registers for the rest.
-    fetches = to_wire and ranks <= 4
     width = Writer.tensor_width(one)
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
-        outputs, (codes_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars) = refs[: 1 + to_wire], refs[1 + to_wire :]
+        outputs, refs = refs[: 1 + to_wire], refs[1 + to_wire :]
+        codes_s, in_scales_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars = refs
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         own_rank = r_g[0] if has_own else jnp.int32(ranks)
@@ -71,45 +72,32 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             row = one.locate(t)[1]
             for j in range(sources):
                 message = j + (j >= own_rank).astype(jnp.int32)
-                source.load(codes_g, message, row, codes_s.at[wg, slot, j], bars.at[barrier(slot) * sources + j])
+                to = codes_s.at[wg, slot, j], in_scales_s.at[wg, slot, j], bars.at[barrier(slot) * sources + j]
+                source.load(codes_g, scales_g, message, row, *to)
             if has_own:
                 rows = pl.ds(tiling.x_row(own_rank, row), ROWS)
                 plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[barrier(slot)])
 
-        def scale_bytes(t, p):
-            return source.scale_bytes(scales_g, jnp.int32(p), one.locate(t)[1])
-
-        def prefetch(t):
-            return [scale_bytes(t, p) if fetches else None for p in range(ranks)]
-
-        def work(t, slot, parity, free, largest, fetched):
+        def work(t, slot, parity, free, largest):
             row = one.locate(t)[1]
 
             def add(total, z):
-                return tuple(z) if total is None else tuple(a + b for a, b in zip(total, z))
+                return tuple(a + b for a, b in zip(total, z))
 
-            def own(total=None):
-                plgpu.barrier_wait(x_bars.at[barrier(slot)])
-                return add(total, rotator.rotate(x_s.at[wg, slot], m_s))
-
-            def term(p, total=None):
+            def term(p, total):
                 j = p - (p > own_rank).astype(jnp.int32)
                 plgpu.barrier_wait(bars.at[barrier(slot) * sources + j])
                 codes = blocks.decode(tiling, codes_s.at[wg, slot, j])
-                scales = source.scales(fetched[p] if fetches else scale_bytes(t, p), exponent)
+                scales = source.scales(scales_g, p, row, in_scales_s.at[wg, slot, j], exponent)
                 return add(total, blocks.scale_rows(tiling, codes, scales))
 
-            def step(p, total):
-                if not has_own:
-                    return term(p, total)
-                return lax.cond(own_rank == p, own, lambda total: term(p, total), total)
-
-            total = lax.cond(own_rank == 0, own, lambda: term(0)) if has_own else term(0)
-            if fetches:
-                for p in range(1, ranks):
-                    total = step(p, total)
-            else:
-                total = lax.fori_loop(1, ranks, step, total)
+            # -0 is what adding to changes nothing, the sign of a zero included.
+            zero = plgpu.layout_cast(jnp.full((ROWS, tiling.chunk), -0.0, jnp.float32), plgpu.Layout.WGMMA)
+            total = lax.fori_loop(0, own_rank, term, (zero,) * (tiling.row // tiling.chunk))
+            if has_own:
+                plgpu.barrier_wait(x_bars.at[barrier(slot)])
+                total = add(total, rotator.rotate(x_s.at[wg, slot], m_s))
+                total = lax.fori_loop(own_rank + 1, ranks, term, total)
             free()
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
@@ -123,7 +111,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), prefetch, begin)
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), begin)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
             outputs[1][workers.index()] = jnp.max(largest)
@@ -139,10 +127,10 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     x_shape = (warpgroups, stages, ROWS, tiling.row) if has_own else (1, 1, 8, tiling.row)
     x_s = plgpu.SMEM(x_shape, x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
     slots = warpgroups * stages
-    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_barriers=slots * sources)]
+    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=slots), source.barrier(slots * sources)]
     out = pipeline.call(
         kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
-        [source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
+        [*source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
         workers, tiling.interpret,
     )  # fmt: skip
     return (out[0].reshape(1, -1), out[1]) if to_wire else out
