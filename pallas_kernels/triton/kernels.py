@@ -108,7 +108,6 @@ def decode_kernel(
     y_ptr, R: tl.constexpr,
 ):  # fmt: skip
     """P wires -> P pieces of y; or their sum, with or without an own term, -> y."""
-    ROWS: tl.constexpr = R.rows
     per_message, blocks, tiles = _counts(per_message_, R)
     messages = 0 - messages_
     rank = tl.load(rank_ptr)
@@ -152,24 +151,30 @@ def _rotated(
     R: tl.constexpr,
 ):  # fmt: skip
     """A tile in the rotated domain: of message `message` of x, or of the sum over ranks."""
-    ROWS: tl.constexpr = R.rows
-    COLUMNS: tl.constexpr = R.columns
     if R.ranks == 0:
         return rotate(_chunk(x_ptr, message, first, elements_, per_message, offset_, distance_, R), h, R)
-    # -0 is what adding to changes nothing, the sign of a zero included.
-    totals = ()
-    for i in tl.static_range(R.parts):
-        totals = totals + (tl.full((ROWS, COLUMNS), -0.0, tl.float32),)
-    if not R.own:
-        return _with_wires(totals, 0, R.ranks, wires_ptr, exponent, first, blocks, R)
-    # The values are asked for early and rotated when it is their turn, which is what keeps registers free.
-    xs = _chunk(x_ptr, rank, first, elements_, per_message, offset_, distance_, R)
-    totals = _with_wires(totals, 0, rank, wires_ptr, exponent, first, blocks, R)
-    own = rotate(xs, h, R)
-    sums = ()
-    for i in tl.static_range(R.parts):
-        sums = sums + (totals[i] + own[i],)
-    return _with_wires(sums, rank + 1, R.ranks, wires_ptr, exponent, first, blocks, R)
+    elif R.own:
+        # The values are asked for early and rotated when it is their turn, which is what keeps registers free.
+        xs = _chunk(x_ptr, rank, first, elements_, per_message, offset_, distance_, R)
+        totals = _with_wires(_nothing(R), 0, rank, wires_ptr, exponent, first, blocks, R)
+        own = rotate(xs, h, R)
+        sums = ()
+        for i in tl.static_range(R.parts):
+            sums = sums + (totals[i] + own[i],)
+        return _with_wires(sums, rank + 1, R.ranks, wires_ptr, exponent, first, blocks, R)
+    else:
+        return _with_wires(_nothing(R), 0, R.ranks, wires_ptr, exponent, first, blocks, R)
+
+
+@triton.jit
+def _nothing(R: tl.constexpr):
+    """What adding to changes nothing, the sign of a zero included: -0."""
+    ROWS: tl.constexpr = R.rows
+    COLUMNS: tl.constexpr = R.columns
+    out = ()
+    for _ in tl.static_range(R.parts):
+        out = out + (tl.full((ROWS, COLUMNS), -0.0, tl.float32),)
+    return out
 
 
 @triton.jit

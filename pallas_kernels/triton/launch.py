@@ -15,8 +15,6 @@ from jax import lax
 from pallas_kernels.devices import compute_capability
 from pallas_kernels.triton.recipe import Recipe
 
-# Compute capabilities from which on the hardware converts float32 to 8-bit floats and back.
-HARDWARE_CAST = (8, 9)
 # An H100's; a device that is only known by name does not say.
 _MULTIPROCESSORS = 132
 
@@ -74,12 +72,9 @@ def multiprocessors() -> int:
     return getattr(here, "core_count", None) or getattr(here, "num_cores", None) or _MULTIPROCESSORS
 
 
-def has_hardware_cast() -> bool:
-    return (compute_capability(device()) or (8, 0)) >= HARDWARE_CAST
-
-
-def is_hopper() -> bool:
-    return (compute_capability(device()) or (8, 0))[0] == 9
+def capability() -> tuple[int, int]:
+    """The device's compute capability; the least one that kernels are for where it is not known."""
+    return compute_capability(device()) or (8, 0)
 
 
 def _launch_on_gpu(call: Launch) -> list[jax.Array]:
@@ -88,7 +83,8 @@ def _launch_on_gpu(call: Launch) -> list[jax.Array]:
         kernels = importlib.import_module("pallas_kernels.triton.kernels")
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"triton kernels need jax-triton with a GPU build of jax below 0.12: pip install 'taco-jax[triton]' ({error})"
+            "triton kernels need jax-triton and a GPU build of jax below 0.12: pip install 'taco-jax[triton]' "
+            f"({str(error).splitlines()[0]})"
         ) from error
     capability = compute_capability(device())
     outputs = jax_triton.triton_call(

@@ -72,13 +72,13 @@ def store_bytes(wire_ptr, first, blocks, data, R: tl.constexpr):
 
 @triton.jit
 def load_scales(wire_ptr, first, blocks, R: tl.constexpr):
-    """The scale bytes of the tile from block `first`, one int32[rows] for each plane, or of the message with one scale."""
+    """The scale bytes of the tile from block `first`: an int32[rows] for each plane, or a message's one byte."""
     offset, stride = scale_planes(blocks, R)
-    if R.is_site:
-        return (tl.load(wire_ptr + offset).to(tl.int32),)
-    wire_ptr += offset + first
     rows = tl.arange(0, R.rows)
     out = ()
+    if R.is_site:
+        out = (tl.load(wire_ptr + offset).to(tl.int32),)
+    wire_ptr += offset + first
     for plane in tl.static_range(R.scale_bytes):
         out = out + (tl.load(wire_ptr + plane * stride + rows, mask=rows < blocks - first, other=1).to(tl.int32),)
     return out

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import UNCALIBRATED, Format, Geometry
-from pallas_kernels.triton.launch import Launch, has_hardware_cast, is_hopper, launch, multiprocessors
+from pallas_kernels.triton.launch import Launch, capability, launch, multiprocessors
 from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuning
 
 
@@ -68,11 +68,9 @@ class _Call:
     def __init__(self, fmt: Format, operation: str, geometry: Geometry, dtype, exponent, **options):
         self.fmt, self.geometry = fmt, geometry
         dtype = str(jnp.dtype(dtype))
-        self.tuning: Tuning = tuning(fmt, operation, dtype, is_hopper())
+        self.tuning: Tuning = tuning(fmt, operation, dtype, capability())
         lengths = (geometry.elements, geometry.per_message, geometry.offset, geometry.distance)
-        self.recipe: Recipe = recipe(
-            fmt, self.tuning, dtype, align=alignment(*lengths), hardware_cast=has_hardware_cast(), **options
-        )
+        self.recipe: Recipe = recipe(fmt, self.tuning, dtype, capability(), align=alignment(*lengths), **options)
         # Negated: jax-triton compiles a kernel anew for an argument of 1.
         self.sizes = tuple(-length for length in lengths)
         self.exponent = _scalar(UNCALIBRATED if exponent is None else exponent)

@@ -11,12 +11,11 @@ import triton.language as tl
 @triton.jit
 def pack(codes, R: tl.constexpr):
     """A tuple of `code_parts` codes -> a tuple of bytes, `slices` tensors of each plane in turn."""
-    if R.bits == 8:
-        return codes
+    # Eight bits are one piece in one plane: nothing is shifted, and the mask is no instruction.
     out = ()
     for plane in tl.static_range(R.planes):
         for s in tl.static_range(R.slices):
-            byte = tl.zeros_like(codes[0])
+            byte = 0
             for piece in tl.static_range(R.pieces):
                 if -R.bits < piece * R.bits - 8 * plane and piece * R.bits - 8 * plane < 8:
                     byte = byte | _shifted(codes[piece * R.slices + s], piece * R.bits - 8 * plane)
@@ -27,12 +26,10 @@ def pack(codes, R: tl.constexpr):
 @triton.jit
 def unpack(data, R: tl.constexpr):
     """The inverse: a tuple of bytes (int32, high bits zero) -> a tuple of `code_parts` codes, high bits zero."""
-    if R.bits == 8:
-        return data
     out = ()
     for piece in tl.static_range(R.pieces):
         for s in tl.static_range(R.slices):
-            code = tl.zeros_like(data[0])
+            code = 0
             for plane in tl.static_range(R.planes):
                 if -R.bits < piece * R.bits - 8 * plane and piece * R.bits - 8 * plane < 8:
                     code = code | _shifted(data[plane * R.slices + s], 8 * plane - piece * R.bits)

@@ -34,8 +34,8 @@ class Recipe:
     """Hashable, plain Python values only: kernels read its fields while they compile.
 
     ranks: 0 where messages stand by themselves, else how many wires a kernel sums up. own: the owner's term of the sum
-    is not on a wire but a chunk of x. hardware_cast: 8-bit floats by the hardware's conversion (compute capability 8.9
-    and newer), else by integer arithmetic.
+    is not on a wire but a chunk of x. casts, casts_back: 8-bit floats are made and read by the
+    hardware's conversions, else by integer arithmetic.
     """
 
     bits: int
@@ -62,9 +62,10 @@ class Recipe:
     stages: int
     align: int
     store_bytes: int  # that a thread writes at once: as many as it reads elements of x at once
+    casts: bool
+    casts_back: bool
     ranks: int = 0
     own: bool = False
-    hardware_cast: bool = False
 
     @property
     def pieces(self) -> int:
@@ -141,8 +142,11 @@ class Recipe:
         return float(TINY)
 
 
-def recipe(fmt: Format, tuning: Tuning, dtype: str, *, align: int = 1, **options) -> Recipe:
-    """The recipe of a format; `align` is what divides every offset and length of x, `options` the last fields."""
+def recipe(fmt: Format, tuning: Tuning, dtype: str, capability: tuple[int, int], *, align: int, **options) -> Recipe:
+    """The recipe of a format for x of `dtype` on a device of this compute capability.
+
+    `align` is what divides every offset and length of x, `options` are the fields that have a default.
+    """
     return Recipe(
         bits=fmt.bits,
         is_float=fmt.is_float,
@@ -168,23 +172,28 @@ def recipe(fmt: Format, tuning: Tuning, dtype: str, *, align: int = 1, **options
         stages=tuning.stages,
         align=align,
         store_bytes=4 if dtype == "float32" else 8,
+        # From float32 there is a conversion since 8.9, but Triton takes the way over float16 there, and rounds twice.
+        casts=capability >= (9, 0),
+        casts_back=capability >= (8, 9),
         **options,
     )
 
 
-def tuning(fmt: Format, operation: str, dtype: str, hopper: bool = True) -> Tuning:
-    """Tile sizes by the number of registers that a block takes: about 64 elements for each thread.
+def tuning(fmt: Format, operation: str, dtype: str, capability: tuple[int, int]) -> Tuning:
+    """Tile sizes by the number of registers that a block takes: about 64 elements for each thread, or 32.
 
-    hopper: products read H from shared memory. Before, every warp keeps it in registers, so that parts are smaller.
     Programs are as many as are resident at once, by the registers that they take.
     """
     if fmt.rotation == "none":
         programs = 3 if operation == "reduce" else 32
         return Tuning(rows=8192 // fmt.block, columns=fmt.block, warps=4, stages=2, programs=programs)
-    warps = 8 if fmt.block == 256 else 4
+    rows, warps = max(8192 // fmt.block, 64), 8 if fmt.block == 256 else 4
     programs = (2 if operation == "reduce" else 3) * 4 // warps
-    columns = 64 if hopper else 32
-    return Tuning(rows=max(8192 // fmt.block, 64), columns=columns, warps=warps, stages=2, programs=programs)
+    if operation == "reduce" and dtype == "float32":
+        rows //= 2
+    # Products of 64 rows and more read H from shared memory on Hopper. Else every warp keeps it in registers.
+    columns = 64 if capability[0] == 9 else 32
+    return Tuning(rows=rows, columns=columns, warps=warps, stages=2, programs=programs)
 
 
 def alignment(*lengths: int) -> int:

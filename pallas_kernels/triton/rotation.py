@@ -26,36 +26,29 @@ def hadamard(DTYPE: tl.constexpr, R: tl.constexpr):
 @triton.jit
 def rotate(xs, h, R: tl.constexpr):
     """x -> z = H x / sqrt(B) in float32, of blocks x that lie as they do in memory."""
-    if not R.rotated:
-        out = ()
-        for i in tl.static_range(R.parts):
-            out = out + (xs[i].to(tl.float32),)
-        return out
     ys = ()
     for i in tl.static_range(R.parts):
         x = xs[i]
         if R.signed:
             x = x * _signs(i, R)[None, :].to(x.dtype)
-        ys = ys + (_product(x, h),)
+        ys = ys + (_product(x, h, R),)
     ys = _butterfly(ys, R)
     out = ()
     for i in tl.static_range(R.parts):
-        out = out + (ys[i] * R.rotation_scale,)
+        out = out + (ys[i] * R.rotation_scale if R.rotated else ys[i],)
     return out
 
 
 @triton.jit
 def unrotate(zs, scale, h, R: tl.constexpr):
     """z -> x = H (scale z) / sqrt(B) in float32; scale: float32[rows], or None."""
-    ys = zs
-    if R.rotated:
-        ys = ()
-        for i in tl.static_range(R.parts):
-            ys = ys + (_product(zs[i], h),)
-        ys = _butterfly(ys, R)
+    ys = ()
+    for i in tl.static_range(R.parts):
+        ys = ys + (_product(zs[i], h, R),)
+    ys = _butterfly(ys, R)
     out = ()
     for i in tl.static_range(R.parts):
-        y = ys[i].to(tl.float32)
+        y = ys[i]
         if scale is not None:
             # In this order: a sum of codes is exact, and so mostly is its product with the scale.
             y = y * scale[:, None]
@@ -69,7 +62,7 @@ def unrotate(zs, scale, h, R: tl.constexpr):
 
 @triton.jit
 def _butterfly(ys, R: tl.constexpr):
-    for level in tl.static_range(R.part_levels):
+    for level in tl.static_range(R.part_levels if R.rotated else 0):
         out = ()
         for i in tl.static_range(R.parts):
             if i & (1 << level) == 0:
@@ -81,8 +74,10 @@ def _butterfly(ys, R: tl.constexpr):
 
 
 @triton.jit
-def _product(x, h):
-    if x.dtype == tl.float32:
+def _product(x, h, R: tl.constexpr):
+    if not R.rotated:
+        return x.to(tl.float32)
+    elif x.dtype == tl.float32:
         high = _cut(x)
         rest = x - high
         middle = _cut(rest)

@@ -31,10 +31,9 @@ def compute(maxima, exponent, message_maximum, R: tl.constexpr):
     finite = maxima < INFINITY
     bits = _scale_bits(tl.where(finite, maxima, 0), R)
     if R.is_site:
-        c = site_code(exponent, message_maximum, R)
-        scale = _e8m0(c, 0)
-        return tl.div_rn(tl.full(maxima.shape, 1.0, tl.float32), scale), ()
-    if R.scale_bytes == 4:
+        scale = _e8m0(tl.zeros_like(bits) + site_code(exponent, message_maximum, R), 0)
+        planes = ()
+    elif R.scale_bytes == 4:
         word = tl.where(finite, bits, 0x7FC00000)
         scale = bits.to(tl.float32, bitcast=True)
         planes = (word & 0xFF, (word >> 8) & 0xFF, (word >> 16) & 0xFF, (word >> 24) & 0xFF)
@@ -53,7 +52,8 @@ def compute(maxima, exponent, message_maximum, R: tl.constexpr):
             c = tl.where(calibrated, c_site, c)
             scale = tl.where(calibrated, _ue5m3(c_site, a8), scale)
         planes = (tl.where(finite, c, 255),)
-    return tl.div_rn(tl.full(maxima.shape, 1.0, tl.float32), scale), planes
+    # A division that rounds as it should: `/` does not.
+    return tl.div_rn(1.0, scale), planes
 
 
 @triton.jit
@@ -62,13 +62,14 @@ def read(planes, exponent, R: tl.constexpr):
     if R.scale_bytes == 4:
         word = planes[0] | (planes[1] << 8) | (planes[2] << 16) | (planes[3] << 24)
         return word.to(tl.float32, bitcast=True)
-    if R.scale_bytes == 2:
+    elif R.scale_bytes == 2:
         return ((planes[0] << 16) | (planes[1] << 24)).to(tl.float32, bitcast=True)
-    c = planes[0]
-    scale = _e8m0(c, R.e8m0_bias)
-    if R.is_ue5m3:
-        scale = tl.where(exponent != _UNCALIBRATED, _ue5m3(c, _eighths(exponent)), scale)
-    return tl.where(c == 255, float("nan"), scale)
+    else:
+        c = planes[0]
+        scale = _e8m0(c, R.e8m0_bias)
+        if R.is_ue5m3:
+            scale = tl.where(exponent != _UNCALIBRATED, _ue5m3(c, _eighths(exponent)), scale)
+        return tl.where(c == 255, float("nan"), scale)
 
 
 @triton.jit
