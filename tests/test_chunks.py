@@ -13,7 +13,7 @@ from shards import bits_of_every_device, per_rank
 import taco_jax
 from pallas_kernels import Geometry
 from taco_jax import CODECS, Codec, sites
-from taco_jax.collectives.chunks import ROW, TILE, chunk_elements, cut
+from taco_jax.collectives.chunks import ROWS, TILE, chunk_elements, cut
 
 OPERATIONS = {
     "two_shot": lambda x, **kw: taco_jax.psum(x, "tp", algorithm="two_shot", **kw),
@@ -34,7 +34,7 @@ def test_a_share_is_whole_blocks_and_in_large_messages_whole_tiles(codec, ranks)
         n = chunk_elements(codec, size, ranks)
         assert n % codec.block == 0 and 0 <= n * ranks - size
         least = codec.block * -(-codec.n_blocks(size) // ranks)
-        assert n == least or (n % ROW == 0 and codec.wire_bytes(n) <= 1.01 * codec.wire_bytes(least))
+        assert n == least or (n % ROWS == 0 and codec.wire_bytes(n) <= 1.01 * codec.wire_bytes(least))
     for size in (1 << 26, (1 << 26) + 8, 100_000_001):
         n = chunk_elements(codec, size, ranks)
         least = codec.block * -(-codec.n_blocks(size) // ranks)

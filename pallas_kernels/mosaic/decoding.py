@@ -20,6 +20,7 @@ STAGES, BUFFERS = 2, 2
 
 def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     """Wires of messages that lie side by side -> the first `rows` rows of them all, dtype[rows, row]."""
+    tiling.check_alignment()
     dtype = jnp.dtype(dtype)
     rotator = rotation.Rotator(tiling, "u", jnp.float16)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, None)

@@ -23,6 +23,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
 
     exponents: int32[1], or int32[P] for scale "site", or None. seed: uint32[2] or None.
     """
+    tiling.check_alignment()
     rotator = rotation.Rotator(tiling, "r", rotation.operand_dtype(x_RC.dtype))
     inputs = Inputs(tiling, exponents, seed)
     stage_bytes = ROWS * tiling.row * x_RC.dtype.itemsize

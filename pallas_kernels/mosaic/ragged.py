@@ -2,7 +2,7 @@
 
 A large array is never copied for its tail: the kernel runs over its whole rows, and what is left, under 8 rows, goes
 through the same kernel as a tile of its own, whose few bytes are then put in place. Only messages under 64 rows, or
-several messages whose length is no multiple of a row, are padded.
+several messages whose length is no multiple of 8 rows, are padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import Format, Geometry
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic.tiling import GROUP, ROWS, Tiling
 
 
 def row_elements(fmt: Format) -> int:
@@ -22,12 +22,12 @@ def row_elements(fmt: Format) -> int:
 
 
 def tiles_fit(fmt: Format, geometry: Geometry) -> bool:
-    """Whether the messages are whole rows (one message: at least 64 of them, and a tail)."""
-    row = row_elements(fmt)
+    """Whether the messages are whole groups of 8 rows (one message: at least 64 rows, and a tail)."""
+    group = GROUP * row_elements(fmt)
     n, g = geometry.per_message, geometry
-    if n < ROWS * row or g.offset % row:
+    if n < ROWS * row_elements(fmt):
         return False
-    return (g.messages == 1 and g.is_whole) or (n % row == 0 and g.distance % row == 0)
+    return (g.messages == 1 and g.is_whole) or not (n % group or g.distance % group or g.offset % group)
 
 
 def padded(fmt: Format, geometry: Geometry) -> Geometry:
@@ -39,7 +39,8 @@ def padded(fmt: Format, geometry: Geometry) -> Geometry:
 
 def whole_elements(fmt: Format, n: int) -> int:
     """Of n elements those in whole groups of 8 rows, which is what tensor copies take."""
-    return n // (8 * row_elements(fmt)) * 8 * row_elements(fmt)
+    group = GROUP * row_elements(fmt)
+    return n // group * group
 
 
 def rows_of(fmt: Format, x_S: jax.Array) -> jax.Array:

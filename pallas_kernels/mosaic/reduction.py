@@ -29,6 +29,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     fmt, ranks = tiling.fmt, tiling.geometry.messages
     one = Tiling(fmt, Geometry(tiling.geometry.per_message, 1, tiling.geometry.per_message), tiling.interpret)
     has_own, to_wire = x_RC is not None, dtype is None
+    if has_own:
+        tiling.check_alignment()
     operand = jnp.bfloat16 if not to_wire or not has_own else rotation.operand_dtype(x_RC.dtype)
     rotator = rotation.Rotator(tiling, ("r" if has_own else "") + ("" if to_wire else "u") or "r", operand)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, seed)
@@ -123,7 +125,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         transforms = rotation.transforms(y_dtype, tiling.chunk)
         out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
-        out_type = jax.ShapeDtypeStruct((one.rows // 8 * 8, tiling.row), y_dtype)
+        out_type = jax.ShapeDtypeStruct((one.rows, tiling.row), y_dtype)
     x_shape = (warpgroups, stages, ROWS, tiling.row) if has_own else (1, 1, 8, tiling.row)
     x_s = plgpu.SMEM(x_shape, x_dtype, transforms=rotation.transforms(x_dtype, tiling.chunk))
     slots = warpgroups * stages

@@ -1,5 +1,8 @@
 """How messages are cut into tiles: 64 rows of whole blocks, each row at least 128 elements.
 
+Tensor copies into swizzled memory move groups of 8 rows: a tile begins at a multiple of 8 rows, in x as in its message.
+(One that does not is read without an error, and wrongly: the rows that cross a group come as zeros.)
+
 A row is one block of 128 or 256 elements, or 128 elements that hold two blocks of 64 or four of 32. Messages are whole
 rows here; what does not fit is in `ragged.py`. The last tile of a message is moved back so that it ends with the
 message: it repeats rows of the tile before, and both write the same bytes.
@@ -18,6 +21,7 @@ from jax import lax
 from pallas_kernels.formats import Format, Geometry
 
 ROWS = 64
+GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,16 @@ class Tiling:
         """Elements of a row."""
         return max(128, self.fmt.block)
 
+    def check_alignment(self) -> None:
+        """Raises ValueError where messages do not lie in x as tensor copies need it."""
+        g, group = self.geometry, GROUP * self.row
+        if self.rows < ROWS or (g.messages > 1 and (g.distance % group or g.offset % group)):
+            raise ValueError(f"{g}: messages must start at multiples of {group} elements and have {ROWS} rows or more")
+
     @property
     def rows(self) -> int:
-        """R, the rows of a message."""
-        return self.geometry.per_message // self.row
+        """R, the rows of a message, in whole groups."""
+        return self.geometry.per_message // (GROUP * self.row) * GROUP
 
     @property
     def row_bytes(self) -> int:

@@ -13,7 +13,8 @@ from taco_jax.wire import round_up
 
 # Kernels work in tiles of this many elements.
 TILE = 8192
-ROW = 128
+# And their copies of groups of 8 rows of 128.
+ROWS = 1024
 
 
 def chunk_elements(codec: Codec, size: int, ranks: int) -> int:
@@ -22,7 +23,7 @@ def chunk_elements(codec: Codec, size: int, ranks: int) -> int:
     Little is under 0.1 % of the bytes for tiles, 1 % for rows, without which a kernel's input would have to be padded.
     """
     n = codec.block * -(-codec.n_blocks(size) // ranks)
-    for multiple, excess in ((TILE, 1.001), (ROW, 1.01)):
+    for multiple, excess in ((TILE, 1.001), (ROWS, 1.01)):
         larger = round_up(n, multiple)
         if n >= TILE and codec.wire_bytes(larger) <= excess * codec.wire_bytes(n):
             return larger
