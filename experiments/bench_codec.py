@@ -202,6 +202,10 @@ def main() -> None:
                     flush=True,
                 )
             results[codec][name] = measured
+        for measured in results[codec].values():
+            for operation, r in measured.items():
+                if "jnp" in results[codec]:
+                    r["against_xla"] = results[codec]["jnp"][operation]["us"] / r["us"]
         report = [
             *runs.header("Codec kernels", args.commit),
             f"x: {args.elements / 1e6:.1f}M elements of bf16 in {RANKS} messages; reductions over {RANKS} wires.",
