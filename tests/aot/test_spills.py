@@ -1,10 +1,13 @@
-"""Every kernel compiles for sm_90a and keeps its values in registers: ptxas reports no spill and no stack."""
+"""Every kernel compiles for sm_90a and keeps its values in registers: ptxas reports no spills and no stack.
+
+Exactly none for the presets in 16 bits, with up to four ranks, rounded to nearest; a few bytes for others.
+"""
 
 import dataclasses
 import itertools
 
 import pytest
-from aot.topology import compile_on_one, spills
+from aot.topology import PLUGIN, compile_on_one, spills
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
 from pairs import pairwise
 
@@ -18,8 +21,11 @@ SIZES = (256 * 64 * 132 * 4, 256 * 64)
 RANKS = (4, 2, 8)
 
 
-# Codecs that are no preset may keep a little in local memory (blocks of 256 need twice the registers).
-SOME_BYTES = 2048
+# Bytes of a thread's local memory. CUDA 12 compiles with an older ptxas, which is a few registers worse.
+FEW_BYTES = 0 if PLUGIN == "jax_cuda13_plugin" else 32
+SOME_BYTES = 128
+# Codecs that are no preset: a block of 256 needs twice the registers.
+MORE_BYTES = 2048
 # What ptxas said of each program: one that was compiled before is not compiled again.
 REPORTS = {}
 
@@ -38,8 +44,9 @@ def check(*program, capfd, most=0):
 
 def check_preset(name, operation, dtype, rounding, n, ranks, capfd):
     fmt = to_format(dataclasses.replace(CODECS[name], rounding=rounding), encodes="encode" in operation)
-    # The noise takes registers too.
-    check(fmt, operation, dtype, n, ranks, capfd=capfd, most=0 if fmt.rounding == "nearest" else 128)
+    # Noise, 32-bit values and wires of many ranks take registers of their own.
+    exact = fmt.rounding == "nearest" and dtype != "float32" and ranks < 8
+    check(fmt, operation, dtype, n, ranks, capfd=capfd, most=FEW_BYTES if exact else SOME_BYTES)
 
 
 def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, capfd):
@@ -47,7 +54,7 @@ def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, ca
     if scale == "site" and fmt.nan is None:
         fmt = dataclasses.replace(fmt, scale="e8m0")
     if obstacle(fmt, operation, dtype, n, ranks) is None:
-        check(fmt, operation, dtype, n, ranks, capfd=capfd, most=SOME_BYTES)
+        check(fmt, operation, dtype, n, ranks, capfd=capfd, most=MORE_BYTES)
 
 
 CASES = dict(name=PRESETS, operation=OPERATIONS, dtype=DTYPES, rounding=ROUNDINGS, size=SIZES, ranks=RANKS)

@@ -5,6 +5,7 @@
 """
 
 import functools
+import importlib.util
 import pathlib
 import re
 
@@ -14,10 +15,20 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+PLUGIN = next((p for p in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(p)), None)
+
+# Fields that jax 0.10 does not know.
+NEWER = {
+    "mem_clock_ghz", "reserved_shared_memory_per_block", "max_blocks_per_multiprocessor",
+    "collective_memory_granularity",
+}  # fmt: skip
+
 
 @functools.cache
 def devices():
     config = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
+    if jax.__version_info__ < (0, 11):
+        config = "".join(line for line in config.splitlines(True) if line.split(":")[0].strip() not in NEWER)
     return topologies.get_topology_desc(
         topology_name="h100", platform="cuda", target_config=config, topology="1x1x4"
     ).devices
