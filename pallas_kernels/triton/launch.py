@@ -86,16 +86,17 @@ def _launch_on_gpu(call: Launch) -> list[jax.Array]:
             "triton kernels need jax-triton and a GPU build of jax below 0.12: pip install 'taco-jax[triton]' "
             f"({str(error).splitlines()[0]})"
         ) from error
-    capability = compute_capability(device())
+    known = compute_capability(device())
     outputs = jax_triton.triton_call(
         *call.arrays,
         *call.sizes,
         kernel=getattr(kernels, call.kernel),
         out_shape=list(call.outputs),
+        name=call.kernel,
         grid=call.grid,
         num_warps=call.warps,
         num_stages=call.recipe.stages,
-        compute_capability=None if capability is None else 10 * capability[0] + capability[1],
+        compute_capability=None if known is None else 10 * known[0] + known[1],
         # Products and sums round one by one, as they do in the jnp codec.
         enable_fp_fusion=False,
         input_output_aliases=call.aliases,

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from pallas_kernels.formats import SCALE_BYTES, TINY, Format, packing_parts
 
 # Elements of one part that go through a matrix product with H: tensor cores take 16 and more.
@@ -34,8 +36,8 @@ class Recipe:
     """Hashable, plain Python values only: kernels read its fields while they compile.
 
     ranks: 0 where messages stand by themselves, else how many wires a kernel sums up. own: the owner's term of the sum
-    is not on a wire but a chunk of x. casts, casts_back: 8-bit floats are made and read by the
-    hardware's conversions, else by integer arithmetic.
+    is not on a wire but a chunk of x. casts, casts_back: 8-bit floats are made and read by the hardware's conversions,
+    else by integer arithmetic.
     """
 
     bits: int
@@ -55,7 +57,7 @@ class Recipe:
     e8m0_bias: int
     reciprocal_maximum: float
     stochastic: bool
-    # The scale never clips, so that values lie within the maximum up to a rounding error that rounding takes back.
+    # Values may lie beyond the maximum by more than the rounding error that rounding to nearest takes back.
     clips: bool
     rows: int
     max_columns: int
@@ -135,7 +137,7 @@ class Recipe:
 
     @property
     def rotation_scale(self) -> float:
-        return _float32(1.0 / math.sqrt(self.block))
+        return float(np.float32(1.0 / math.sqrt(self.block)))
 
     @property
     def tiny(self) -> float:
@@ -147,6 +149,8 @@ def recipe(fmt: Format, tuning: Tuning, dtype: str, capability: tuple[int, int],
 
     `align` is what divides every offset and length of x, `options` are the fields that have a default.
     """
+    # OCP's int8 element is k / 64, so its shared exponent carries the 2^6 (and then ends below the largest floats).
+    e8m0_bias = 6 if fmt.scale == "e8m0" and fmt.element == "int8" else 0
     return Recipe(
         bits=fmt.bits,
         is_float=fmt.is_float,
@@ -162,11 +166,10 @@ def recipe(fmt: Format, tuning: Tuning, dtype: str, capability: tuple[int, int],
         is_site=fmt.scale == "site",
         is_e8m0=fmt.scale == "e8m0",
         is_ue5m3=fmt.scale == "ue5m3",
-        # OCP's int8 element is k / 64, so its shared exponent carries the 2^6.
-        e8m0_bias=6 if fmt.scale == "e8m0" and fmt.element == "int8" else 0,
+        e8m0_bias=e8m0_bias,
         reciprocal_maximum=float(fmt.reciprocal_maximum),
         stochastic=fmt.rounding == "stochastic",
-        clips=fmt.rounding == "stochastic" or fmt.scale in ("ue5m3", "site"),
+        clips=fmt.rounding == "stochastic" or fmt.scale in ("ue5m3", "site") or e8m0_bias > 0,
         rows=tuning.rows,
         max_columns=tuning.columns,
         stages=tuning.stages,
@@ -187,13 +190,12 @@ def tuning(fmt: Format, operation: str, dtype: str, capability: tuple[int, int])
     if fmt.rotation == "none":
         programs = 3 if operation == "reduce" else 32
         return Tuning(rows=8192 // fmt.block, columns=fmt.block, warps=4, stages=2, programs=programs)
-    rows, warps = max(8192 // fmt.block, 64), 8 if fmt.block == 256 else 4
+    warps = 8 if fmt.block == 256 else 4
     programs = (2 if operation == "reduce" else 3) * 4 // warps
-    if operation == "reduce" and dtype == "float32":
-        rows //= 2
-    # Products of 64 rows and more read H from shared memory on Hopper. Else every warp keeps it in registers.
-    columns = 64 if capability[0] == 9 else 32
-    return Tuning(rows=rows, columns=columns, warps=warps, stages=2, programs=programs)
+    # Hopper's products read H from shared memory; before, every warp keeps it in registers, so it had better be small.
+    # A reduction of float32, three products in a row, has no registers to spare anywhere.
+    columns = 16 if operation == "reduce" and dtype == "float32" else 64 if capability[0] == 9 else 32
+    return Tuning(max(8192 // fmt.block, 64), columns, warps, stages=2, programs=programs)
 
 
 def alignment(*lengths: int) -> int:
@@ -207,9 +209,3 @@ def _code_of_maximum(fmt: Format) -> int:
     exponent = math.floor(math.log2(fmt.maximum))
     significand = int(fmt.maximum / 2.0 ** (exponent - fmt.mantissa))
     return ((exponent - fmt.min_exponent) << fmt.mantissa) + significand
-
-
-def _float32(value: float) -> float:
-    import numpy as np
-
-    return float(np.float32(value))

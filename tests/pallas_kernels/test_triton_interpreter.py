@@ -72,7 +72,9 @@ def test_other_codecs_equal_the_jnp_codec(found, case):
     assert found[_identity(case)] == []
 
 
-@pytest.mark.parametrize("name", ["a chunk of every message", "many ranks", "varying in shard_map"])
+@pytest.mark.parametrize(
+    "name", ["a chunk of every message", "many ranks", "the largest floats", "varying in shard_map"]
+)
 def test_also(found, name):
     assert found[name] == []
 
@@ -174,6 +176,8 @@ def main():
     chunk = Geometry(1000, 3, 70, 130, 340)
     found["a chunk of every message"] = Check(CODECS["int6h"], chunk, x).run() + decodes_in_place(chunk, x)
     found["many ranks"] = Check(CODECS["mxfp8"], Geometry(1000, 12, 84), x).run()
+    largest = np.where(np.arange(x.size) % 50 == 0, np.float32(3.4e38), x)
+    found["the largest floats"] = Check(CODECS["mxint8"], Geometry(1000, 1, 1000), largest).run()
     found["varying in shard_map"] = varies(jnp.asarray(x))
     print(json.dumps(found))
 
