@@ -19,7 +19,11 @@ import importlib, pkgutil, taco_jax, pallas_kernels
 for package in (taco_jax, pallas_kernels):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name != "triton":  # an extra
+                    raise
 """
 
 # Not inherited from the tests' own set-up: a user's flag that must survive.

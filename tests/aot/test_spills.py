@@ -6,6 +6,7 @@ Exactly none for the presets in 16 bits, with up to four ranks, rounded to neare
 import dataclasses
 import itertools
 
+import jax
 import pytest
 from aot.topology import PLUGIN, compile_on_one, spills
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
@@ -21,9 +22,11 @@ SIZES = (256 * 64 * 132 * 4, 256 * 64)
 RANKS = (4, 2, 8)
 
 
-# Bytes of a thread's local memory. CUDA 12 compiles with an older ptxas, which is a few registers worse.
-FEW_BYTES = 0 if PLUGIN == "jax_cuda13_plugin" else 32
-SOME_BYTES = 128
+# Bytes of a thread's local memory. The kernels are fitted to jax 0.11 with the ptxas of CUDA 13.0, to the last register;
+# another release may need a few more.
+FITTED = jax.__version_info__[:2] == (0, 11) and PLUGIN == "jax_cuda13_plugin"
+FEW_BYTES = 0 if FITTED else 32
+SOME_BYTES = 160
 # Codecs that are no preset: a block of 256 needs twice the registers.
 MORE_BYTES = 2048
 # What ptxas said of each program: one that was compiled before is not compiled again.
