@@ -21,8 +21,8 @@ _MAGIC = np.float32(12582912.0)
 def to_codes(fmt: Format, v: jax.Array, noise: jax.Array | None, interpret: bool) -> jax.Array:
     """float32 values, already scaled -> codes: uint8 of an 8-bit format, else int32 in the low `fmt.bits` bits."""
     hardware = noise is None and fmt.element in _HARDWARE
-    # A GPU's cast saturates by itself. Values exceed Qmax only where the scale may be below max|z| / Qmax: that of a site,
-    # or mxint8's, whose byte ends 2^6 earlier.
+    # A GPU's cast saturates by itself. Values exceed Qmax only where the scale may be below max|z| / Qmax: a site's, or
+    # mxint8's, whose byte ends 2^6 earlier.
     if interpret or ((fmt.scale in ("ue5m3", "site") or fmt.scale_bias) and not hardware):
         v = jnp.minimum(jnp.maximum(v, np.float32(-fmt.maximum)), np.float32(fmt.maximum))
     if not fmt.is_float:

@@ -22,8 +22,8 @@ SIZES = (256 * 64 * 132 * 4, 256 * 64)
 RANKS = (4, 2, 8)
 
 
-# Bytes of a thread's local memory. The kernels are fitted to jax 0.11 with the ptxas of CUDA 13.0, to the last register;
-# another release may need a few more.
+# Bytes of a thread's local memory. The kernels are fitted to jax 0.11 with the ptxas of CUDA 13.0, to the last
+# register; another release may need a few more.
 FITTED = jax.__version_info__[:2] == (0, 11) and PLUGIN == "jax_cuda13_plugin"
 FEW_BYTES = 0 if FITTED else 32
 SOME_BYTES = 160
