@@ -1,7 +1,7 @@
 """How messages are cut into tiles: 64 rows of whole blocks, each row at least 128 elements.
 
 Tensor copies into swizzled memory move groups of 8 rows: a tile begins at a multiple of 8 rows, in x as in its message.
-(One that does not is read without an error, and wrongly: the rows that cross a group come as zeros.)
+(Messages of 4,097 rows were read wrongly, without an error: rows that cross a group are outside the copy's box.)
 
 A row is one block of 128 or 256 elements, or 128 elements that hold two blocks of 64 or four of 32. Messages are whole
 rows here; what does not fit is in `ragged.py`. The last tile of a message is moved back so that it ends with the
