@@ -7,6 +7,8 @@ without that hardware in the machine) has only its name, so names of GPUs are kn
 import re
 from typing import Any
 
+import jax
+
 # The first pattern that is in the name counts, so longer names come first.
 _NAMES = (
     (r"\bT4\b|RTX 20\d\d|Quadro RTX", (7, 5)),
@@ -36,3 +38,17 @@ def describe(device: Any) -> str:
     kind = getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     return f"{kind} (compute capability {capability[0]}.{capability[1]})" if capability else str(kind)
+
+
+def region_device():
+    """The device that is traced for: that of the region's mesh, or the first one where there is none.
+
+    A mesh knows its devices by kind only (an abstract device), which may be another machine's; where this machine has
+    one of that kind it is returned, because it says more.
+    """
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    devices = jax.local_devices()
+    if abstract is None:
+        return devices[0]
+    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
+    return same[0] if same else abstract

@@ -27,8 +27,9 @@ from jax import lax
 from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnavailableError
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
+from pallas_kernels.devices import region_device
 from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
-from taco_jax.compat import as_varying, region_device, varying_axes
+from taco_jax.compat import as_varying, varying_axes
 from taco_jax.plan import BACKENDS
 
 # Which implementation

@@ -17,17 +17,3 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """x typed varying over `axes` too; a no-op where it is already. Its transpose is a psum over the added axes."""
     missing = tuple(a for a in axes if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def region_device():
-    """The device that is traced for: that of the region's mesh, or the first one where there is none.
-
-    A mesh knows its devices by kind only (an abstract device), which may be another machine's; where this machine has
-    one of that kind it is returned, because it says more.
-    """
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    devices = jax.local_devices()
-    if abstract is None:
-        return devices[0]
-    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
-    return same[0] if same else abstract

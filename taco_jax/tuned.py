@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from taco_jax.compat import region_device
+from pallas_kernels.devices import region_device
 from taco_jax.plan import EXCHANGES
 
 VARIABLE = "TACO_JAX_TUNED"

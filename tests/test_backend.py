@@ -17,8 +17,9 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels import Geometry, KernelUnavailableError
+from pallas_kernels.devices import region_device
 from taco_jax import CODECS, Codec, backend, noise
-from taco_jax.compat import region_device, varying_axes
+from taco_jax.compat import varying_axes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 

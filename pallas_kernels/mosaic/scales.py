@@ -13,12 +13,13 @@ from pallas_kernels.formats import MAX_EXPONENT, TINY, UNCALIBRATED, Format
 def compute(fmt: Format, amax: jax.Array, exponent) -> tuple[jax.Array, jax.Array, list]:
     """Row maxima -> (multiplier float32, finite bool, scale bytes as int32, one array a byte plane).
 
-    `exponent` is the site's int32 scalar, None where there is none; for scale "site" it is always there.
+    `exponent` is the site's int32 scalar, None where there is none; for scale "site" it is always there, and the
+    multiplier is one for all rows.
     """
     finite = amax < np.float32(np.inf)  # False for NaN too
     if fmt.scale == "site":
         multiplier = _float(jnp.minimum(jnp.maximum(127 - exponent, 1), 254) << 23)
-        return jnp.where(finite, multiplier, multiplier), finite, []
+        return multiplier, finite, []
     clean = jnp.maximum(jnp.where(finite, amax, np.float32(0)), TINY)
     bits = lax.bitcast_convert_type(clean * fmt.reciprocal_maximum, jnp.int32)
     if fmt.scale == "float32":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax import lax
 
-from pallas_kernels.devices import compute_capability
+from pallas_kernels.devices import compute_capability, region_device
 from pallas_kernels.triton.recipe import Recipe
 
 # An H100's; a device that is only known by name does not say.
@@ -57,24 +57,14 @@ def launch(call: Launch) -> list[jax.Array]:
     return out
 
 
-def device() -> jax.Device | object:
-    """The device that is traced for: that of the mesh in whose region this is, or the first one."""
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    devices = jax.local_devices()
-    if abstract is None:
-        return devices[0]
-    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
-    return same[0] if same else abstract
-
-
 def multiprocessors() -> int:
-    here = device()
+    here = region_device()
     return getattr(here, "core_count", None) or getattr(here, "num_cores", None) or _MULTIPROCESSORS
 
 
 def capability() -> tuple[int, int]:
     """The device's compute capability; the least one that kernels are for where it is not known."""
-    return compute_capability(device()) or (8, 0)
+    return compute_capability(region_device()) or (8, 0)
 
 
 def _launch_on_gpu(call: Launch) -> list[jax.Array]:
@@ -86,7 +76,7 @@ def _launch_on_gpu(call: Launch) -> list[jax.Array]:
             "triton kernels need jax-triton and a GPU build of jax below 0.12: pip install 'taco-jax[triton]' "
             f"({str(error).splitlines()[0]})"
         ) from error
-    known = compute_capability(device())
+    known = compute_capability(region_device())
     outputs = jax_triton.triton_call(
         *call.arrays,
         *call.sizes,
