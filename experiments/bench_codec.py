@@ -216,7 +216,7 @@ def main() -> None:
         ]  # fmt: skip
         (args.out / "README.md").write_text("\n".join(report) + "\n")
         (args.out / "summary.json").write_text(json.dumps({"copies": copied, "codecs": results}, indent=1) + "\n")
-    plot(results, fastest, args.out / "codec_kernels.png")
+        plot(results, fastest, args.out / "codec_kernels.png")
 
 
 if __name__ == "__main__":

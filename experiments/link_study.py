@@ -5,6 +5,7 @@
 Runs the trainer once per link and codec, in turn, each in its own process; other flags go to the trainer.
 
 links     nvlink: as the machine is. host: NCCL_P2P_DISABLE=1, through host memory. socket: NCCL_SHM_DISABLE=1 too.
+codecs    as of the trainer, or free: the exact program without its sums over tp, the ceiling (free_communication.py)
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/<link>-<codec>.jsonl (metrics)
 """
 
@@ -84,8 +85,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 workdir = Path(folder) / "run"
                 try:
+                    program = ["experiments/free_communication.py"] if codec == "free" else runs.TRAINER
+                    own = runs.codec_flags("none" if codec == "free" else codec)
                     records = runs.train(
-                        args.config, workdir, [*runs.codec_flags(codec), *flags], env=LINKS[link], timeout=args.timeout
+                        args.config, workdir, [*own, *flags], env=LINKS[link], timeout=args.timeout, program=program
                     )
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     failures.append(f"{link}/{codec}: {error}")

@@ -11,14 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
+TRAINER = ("-m", "taco_jax.train")
+
+
 def train(
-    config: str, workdir: Path, flags: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 3600
+    config: str,
+    workdir: Path,
+    flags: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 3600,
+    program: Sequence[str] = TRAINER,
 ) -> list[dict]:
     """Trains `config` with `flags` in `workdir` and returns its metrics, one record a step.
 
     Raises RuntimeError with the end of the trainer's errors if it fails.
     """
-    command = [sys.executable, "-m", "taco_jax.train", "--config", config, "--workdir", str(workdir), *flags]
+    command = [sys.executable, *program, "--config", config, "--workdir", str(workdir), *flags]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     print(done.stdout[-1000:], flush=True)
