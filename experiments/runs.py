@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-
 TRAINER = ("-m", "taco_jax.train")
 
 

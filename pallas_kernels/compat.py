@@ -29,6 +29,28 @@ def store(ref, value, *, optimized: bool = True) -> None:
         ref[...] = value
 
 
+def store_tile(ref, value, transforms, interpret: bool) -> None:
+    """ref[...] = value in the layout of a product, to shared memory with these transforms.
+
+    Before jax 0.12 an assignment reads what was there as well, by instructions that no compiler takes out.
+    """
+    if interpret or hasattr(plgpu, "store"):
+        ref[...] = value
+        return
+    swizzle = next(t.swizzle for t in transforms if isinstance(t, plgpu.SwizzleTransform))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tuple(transforms)), plgpu.Layout.WGMMA))
+    def write(ctx, memory, array):
+        array.store_tiled(memory, swizzle=swizzle)
+
+    write(ref, value)
+
+
+def transpose(ref):
+    """A view of a two-dimensional ref with its dims swapped."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
 def compiler_params() -> plgpu.CompilerParams:
     """Lane semantics: register layouts are what the kernel says, not what a compiler pass infers."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.formats import packing_parts
-from pallas_kernels.mosaic import elements, packing, scales
+from pallas_kernels.mosaic import elements, interleaving, packing, scales, words
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 
@@ -40,15 +40,41 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         pieces += _packed(tiling, codes)
         planes.append(block_planes)
         largest = bits if largest is None else jnp.maximum(largest, bits)
-    row = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    compat.store(codes_s, row, optimized=False)
+    if interleaving.applies(fmt):
+        start = 0
+        for piece in pieces:
+            interleaving.store(codes_s, piece, start, tiling.interpret is not None)
+            start += piece.shape[1]
+    else:
+        row = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+        compat.store(codes_s, row, optimized=False)
     return largest, planes
 
 
-def decode(tiling: Tiling, codes_s) -> list[jax.Array]:
-    """Codes in shared memory [64, row_bytes] -> their values, float32[64, chunk] arrays, without the scales."""
+def decode(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
+    """Codes in shared memory [64, row_bytes] -> their values, [64, chunk] arrays, without the scales.
+
+    They are exact in float32 and in float16, which the caller prefers; `dtype` is not promised.
+    """
     fmt = tiling.fmt
     out = []
+    if interleaving.applies(fmt):
+        run, interpret = interleaving.run_columns(fmt), tiling.interpret is not None
+        if words.reads(fmt) and not interpret:
+            for start in range(0, tiling.row_bytes, fmt.block * fmt.bits // 8):
+                parts = words.values(fmt, codes_s, start, dtype)
+                for i in range(tiling.chunks_per_block):
+                    out.append(_join(parts, i * tiling.chunk, tiling.chunk, run))
+            return out
+        whole = [interleaving.load(codes_s, start, run, interpret) for start in range(0, tiling.row_bytes, run)]
+        if fmt.bits == 8:
+            return [elements.from_codes(fmt, q) for q in whole]
+        n_planes = len(whole) // tiling.blocks_per_row
+        for b in range(tiling.blocks_per_row):
+            parts = [elements.from_codes(fmt, q) for q in packing.unpack(fmt, whole[b * n_planes : (b + 1) * n_planes])]
+            for i in range(tiling.chunks_per_block):
+                out.append(_join(parts, i * tiling.chunk, tiling.chunk, run))
+        return out
     swizzled = swizzle(tiling) is not None
     if fmt.bits == 8:
         q = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=swizzled)
@@ -73,8 +99,8 @@ def decode(tiling: Tiling, codes_s) -> list[jax.Array]:
 
 
 def swizzle(tiling: Tiling) -> int | None:
-    """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none."""
-    return tiling.row_bytes if tiling.row_bytes in (64, 128) else None
+    """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none or need none."""
+    return tiling.row_bytes if tiling.row_bytes in (64, 128) and not interleaving.applies(tiling.fmt) else None
 
 
 def codes_scratch(tiling: Tiling, swizzled: int | None, *slots: int):
@@ -98,6 +124,8 @@ def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -
         shape = (ROWS, tiling.chunk)
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
+        if interleaving.applies(tiling.fmt):
+            columns = interleaving.column(columns, interleaving.run_columns(tiling.fmt))
         index = rows * np.uint32(tiling.row) + columns + (start + np.uint32(i * tiling.chunk))
         h = _mix(_mix(index ^ seed[0]) ^ key)
         out.append((h >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24))

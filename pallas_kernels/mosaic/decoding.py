@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, pipeline, rotation
 from pallas_kernels.mosaic.source import Wires
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
@@ -22,7 +23,8 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     """Wires of messages that lie side by side -> the first `rows` rows of them all, dtype[rows, row]."""
     tiling.check_alignment()
     dtype = jnp.dtype(dtype)
-    rotator = rotation.Rotator(tiling, "u", jnp.float16)
+    transforms = rotation.transforms(dtype, tiling.chunk)
+    rotator = rotation.Rotator(tiling, jnp.float16)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, None)
     each = STAGES * source.scratch_bytes() + BUFFERS * ROWS * tiling.row * dtype.itemsize
     # Measured on an H100: two keep up with the memory, and unpacking takes a third.
@@ -41,14 +43,15 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
         def work(tile, slot, parity, free, carry):
             message, row = tiling.locate(tile)
             plgpu.barrier_wait(bars.at[wg * STAGES + slot])
-            codes = blocks.decode(tiling, codes_s.at[wg, slot])
+            codes = blocks.decode(tiling, codes_s.at[wg, slot], jnp.float16 if rotator.active else jnp.float32)
             scales = source.scales(scales_g, message, row, scales_s.at[wg, slot], exponent)
             free()
             values = blocks.scale_rows(tiling, rotator.unrotate_codes(codes, m_s), scales)
             plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
             buffer = y_s.at[wg, parity]
             for i, v in enumerate(values):
-                buffer[:, pl.ds(i * tiling.chunk, tiling.chunk)] = v.astype(dtype)
+                part = buffer.at[:, pl.ds(i * tiling.chunk, tiling.chunk)]
+                compat.store_tile(part, v.astype(dtype), transforms, tiling.interpret is not None)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, y_g.at[pl.ds(message * tiling.rows + row, ROWS)])
             return carry
@@ -57,7 +60,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
         plgpu.wait_smem_to_gmem(0)
 
     shape = (workers.warpgroups, BUFFERS, ROWS, tiling.row)
-    y_type = plgpu.SMEM(shape, dtype, transforms=rotation.transforms(dtype, tiling.chunk))
+    y_type = plgpu.SMEM(shape, dtype, transforms=transforms)
     barriers = [plgpu.Barrier(), source.barrier(workers.warpgroups * STAGES)]
     return pipeline.call(
         kernel, [*source.arrays(wires_PW), rotator.operand, *inputs.arrays],

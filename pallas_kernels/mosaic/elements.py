@@ -62,17 +62,20 @@ def _integer_codes(fmt, v, noise):
 
 
 def _float_codes(fmt, v, noise):
-    m = fmt.mantissa
-    bits = lax.bitcast_convert_type(v, jnp.int32)
-    e = jnp.maximum(((bits >> 23) & 0xFF) - 127, fmt.min_exponent)
-    inverse_spacing = lax.bitcast_convert_type((127 + m - e) << 23, jnp.float32)
-    u = jnp.abs(v) * inverse_spacing
+    m, word = fmt.mantissa, lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    sign, low = 1 << (fmt.bits - 1), (127 + fmt.min_exponent) << 23
+    magnitude = jnp.abs(v)
+    exponent = jnp.maximum(word(magnitude) & 0x7F800000, low)  # of the binade, and of that of subnormals
+    binade = (exponent >> (23 - m)) - (low >> (23 - m))
     if noise is None:
-        steps = lax.bitcast_convert_type(u + np.float32(8388608.0), jnp.int32) & 0x7FFFFF
+        # 2^(e - m + 23) rounds |v| to a multiple of 2^(e - m), and leaves the quotient in the low bits of the sum.
+        rounder = lax.bitcast_convert_type(exponent + ((23 - m) << 23), jnp.float32)
+        codes = (binade + word(magnitude + rounder)) & (sign - 1)
     else:
-        steps = (u + noise).astype(jnp.int32)  # towards zero, the floor of what is not negative
-    magnitude = jnp.minimum(((e - fmt.min_exponent) << m) + steps, _top(fmt))
-    codes = magnitude | (((bits >> 31) & 1) << (fmt.bits - 1))
+        inverse_spacing = lax.bitcast_convert_type((127 << 23) - exponent + ((127 + m) << 23), jnp.float32)
+        steps = (magnitude * inverse_spacing + noise).astype(jnp.int32)  # towards zero: the floor
+        codes = jnp.minimum(binade + steps, _top(fmt))
+    codes = codes | ((word(v) >> (32 - fmt.bits)) & sign)
     return codes.astype(jnp.uint8) if fmt.bits == 8 else codes
 
 

@@ -24,14 +24,14 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     exponents: int32[1], or int32[P] for scale "site", or None. seed: uint32[2] or None.
     """
     tiling.check_alignment()
-    rotator = rotation.Rotator(tiling, "r", rotation.operand_dtype(x_RC.dtype))
+    rotator = rotation.Rotator(tiling, rotation.operand_dtype(x_RC.dtype))
     inputs = Inputs(tiling, exponents, seed)
     stage_bytes = ROWS * tiling.row * x_RC.dtype.itemsize
     each = STAGES * stage_bytes + Writer.scratch_bytes(tiling, BUFFERS)
     # Measured on an H100: two keep up with the memory, but where small values are made of many integer operations.
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
     workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, most)
-    width = None if rotator.active else Writer.tensor_width(tiling)
+    width = Writer.tensor_width(tiling)
 
     def kernel(x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
         wg = workers.warpgroup()

@@ -43,12 +43,9 @@ def _shared_bytes(fmt: Format, operation: str, dtype: str, messages: int) -> int
     row = max(128, fmt.block)
     tile, codes = ROWS * row * (4 if dtype == "float32" else 2), ROWS * row * fmt.bits // 8
     scales = ROWS * max(1, SCALE_BYTES[fmt.scale]) * (row // fmt.block)
-    both = operation == "reduce"
-    # A block of 256 is two halves: of its four matrices two are alike, or with signs for each direction two.
-    distinct = {"none": 0, "hadamard": 1, "signed_hadamard": 1 + both}[fmt.rotation]
-    if fmt.block == 256:
-        distinct = {"none": 0, "hadamard": 2, "signed_hadamard": 3 * (1 + both)}[fmt.rotation]
-    matrices = distinct * min(fmt.block, 128) ** 2 * 2 or 64 * 64 * 2
+    # A block of 256 is two halves: of its four matrices three are alike, or with signs two.
+    distinct = {"none": 0, "hadamard": 2, "signed_hadamard": 3}[fmt.rotation] if fmt.block == 256 else 1
+    matrices = (distinct * min(fmt.block, 128) ** 2 if fmt.rotation != "none" else 64 * 64) * 2
     if operation == "encode":
         return matrices + 2 * tile + 2 * codes + scales
     if operation == "decode":

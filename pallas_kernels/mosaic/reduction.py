@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.formats import Geometry
 from pallas_kernels.mosaic import blocks, pipeline, rotation
 from pallas_kernels.mosaic.source import Wires
@@ -32,12 +33,13 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     if has_own:
         tiling.check_alignment()
     operand = jnp.bfloat16 if not to_wire or not has_own else rotation.operand_dtype(x_RC.dtype)
-    rotator = rotation.Rotator(tiling, ("r" if has_own else "") + ("" if to_wire else "u") or "r", operand)
+    rotator = rotation.Rotator(tiling, operand)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, seed)
     sources = ranks - has_own
     x_RC = x_RC if has_own else jnp.zeros((8, tiling.row), jnp.bfloat16)
     rank = rank if has_own else jnp.zeros((1,), jnp.int32)
     x_dtype, y_dtype = x_RC.dtype, jnp.dtype(dtype or jnp.bfloat16)
+    y_transforms = rotation.transforms(y_dtype, tiling.chunk)
 
     tile = ROWS * tiling.row
     own_bytes = tile * x_dtype.itemsize if has_own else 0
@@ -108,7 +110,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer = out_s.at[wg]
             for i, v in enumerate(values):
-                buffer[:, pl.ds(i * tiling.chunk, tiling.chunk)] = v.astype(y_dtype)
+                part = buffer.at[:, pl.ds(i * tiling.chunk, tiling.chunk)]
+                compat.store_tile(part, v.astype(y_dtype), y_transforms, tiling.interpret is not None)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
@@ -122,8 +125,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         out_s, scales_s = Writer.scratch(one, warpgroups, 1, width)
         out_type = [Writer.out_type(one, width), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
     else:
-        transforms = rotation.transforms(y_dtype, tiling.chunk)
-        out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=transforms)
+        out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=y_transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
         out_type = jax.ShapeDtypeStruct((one.rows, tiling.row), y_dtype)
     x_shape = (warpgroups, stages, ROWS, tiling.row) if has_own else (1, 1, 8, tiling.row)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.formats import Format, block_signs, hadamard_signs
+from pallas_kernels.mosaic import interleaving
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 # bfloat16 parts that hold a value of a dtype exactly.
@@ -27,11 +28,12 @@ PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
 @functools.cache
-def matrices(fmt: Format, directions: str) -> tuple[np.ndarray, dict]:
-    """The distinct +-1 matrices that `directions` ("r" rotates, "u" rotates back, "ru") need, and where they are used.
+def matrices(fmt: Format) -> tuple[np.ndarray, tuple]:
+    """The distinct +-1 matrices of a rotation, and where they are used.
 
-    (float32[K, chunk, chunk], {direction: table}): chunk j of a block becomes the sum over i of
-    x_i @ matrices[table[i][j]].
+    (float32[K, chunk, chunk], table): chunk j of a rotated block is the sum over i of x_i @ matrices[table[i][j]], its
+    columns in the order of `interleaving`. Rotating back takes the transposed matrices: x_i is the sum over j of
+    z_j @ matrices[table[i][j]].T.
     """
     chunk = min(fmt.block, 128)
     n = fmt.block // chunk
@@ -46,18 +48,18 @@ def matrices(fmt: Format, directions: str) -> tuple[np.ndarray, dict]:
         return len(found) - 1
 
     h = hadamard_signs(fmt.block)
-    signs = block_signs(fmt.block) if fmt.rotation == "signed_hadamard" else np.ones(fmt.block, np.float32)
-    full = {"r": h * signs[:, None], "u": h * signs[None, :]}  # z = x D H and x = z H D, of rows
-    tables = {d: tuple(tuple(index(full[d], i, j) for j in range(n)) for i in range(n)) for d in directions}
-    return np.stack(found), tables
+    if fmt.rotation == "signed_hadamard":
+        h = h * block_signs(fmt.block)[:, None]  # of rows: z = x D H
+    h = h[:, interleaving.columns(fmt.block, interleaving.run_columns(fmt))]
+    table = tuple(tuple(index(h, i, j) for j in range(n)) for i in range(n))
+    return np.stack(found), table
 
 
 @dataclass(frozen=True)
 class Rotator:
-    """The rotations that one kernel does: `directions` as in `matrices`, its matrices in `dtype`."""
+    """The rotations that one kernel does, its matrices in `dtype`."""
 
     tiling: Tiling
-    directions: str
     dtype: Any
 
     @property
@@ -67,7 +69,7 @@ class Rotator:
     @property
     def operand(self) -> jax.Array:
         """The matrices as a kernel's input; a small placeholder where nothing is rotated."""
-        values = matrices(self.tiling.fmt, self.directions)[0] if self.active else np.zeros((1, 64, 64))
+        values = matrices(self.tiling.fmt)[0] if self.active else np.zeros((1, 64, 64))
         return jnp.asarray(values, self.dtype)
 
     @property
@@ -97,29 +99,30 @@ class Rotator:
         """A tile [64, row] in shared memory -> its rotated blocks, float32[64, chunk] each, in order."""
         width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
         if self.active and x_s.dtype == m_s.dtype:
-            return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s, "r")
+            return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s)
         x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
         chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
-        return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s, "r") if self.active else chunks
+        return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s) if self.active else chunks
 
     def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
         """Rotated chunks, sums in float32 -> the values; to 2^-17 where codes and output are coarser by far."""
         parts = 3 if dtype == jnp.float32 or self.tiling.fmt.bits == 8 else 2
-        return self._product([(c, parts) for c in z], m_s, "u") if self.active else z
+        return self._product([(c, parts) for c in z], m_s, back=True) if self.active else z
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
         """Values of codes (exact in float16), chunk by chunk -> rotated back, without their block's scale."""
-        return self._product([(c.astype(jnp.float16), 0) for c in codes], m_s, "u") if self.active else codes
+        return self._product([(c.astype(jnp.float16), 0) for c in codes], m_s, back=True) if self.active else codes
 
-    def _product(self, chunks: list[tuple], m_s, direction: str) -> list[jax.Array]:
+    def _product(self, chunks: list[tuple], m_s, back: bool = False) -> list[jax.Array]:
         """chunks: (left operand, number of bfloat16 parts that stand for it, 0: none are needed)."""
         t = self.tiling
-        table, n = matrices(t.fmt, self.directions)[1][direction], t.chunks_per_block
+        table, n = matrices(t.fmt)[1], t.chunks_per_block
+        matrix = lambda i, j: compat.transpose(m_s.at[table[j][i]]) if back else m_s.at[table[i][j]]
         scale = np.float32(1.0 / np.sqrt(t.fmt.block))
         out = []
         for start in range(0, len(chunks), n):
             for j in range(n):
-                terms = [(*chunks[start + i], m_s.at[table[i][j]]) for i in range(n)]
+                terms = [(*chunks[start + i], matrix(i, j)) for i in range(n)]
                 out.append(_sum_of_products(t, terms) * scale)
         return out
 

@@ -1,0 +1,121 @@
+"""The order of a rotated block's columns in registers, so that a thread's codes are consecutive bytes of their row.
+
+A tensor core's product gives the four threads of a row columns 0 1, 2 3, 4 5, 6 7 of every eight. As codes these would
+be moved through shared memory two bytes at a time, eight threads to the same bank. But the columns of H may come in any
+order: here position 8 j + 2 q + e of a run of w columns (q: which of the four threads) is column q w / 4 + 2 j + e. So
+thread q has a quarter of the run, which it moves at once. A run is what one plane of bytes holds: a part of a block
+that shares its bytes with other parts, at most 128 columns.
+
+Blocks that are not rotated lie in registers as they do in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.formats import Format, packing_parts
+from pallas_kernels.mosaic.tiling import ROWS
+
+THREADS = 4  # that share a row
+MOST_BYTES = 16  # that a thread moves at once
+
+
+def applies(fmt: Format) -> bool:
+    return fmt.rotation != "none"
+
+
+def run_columns(fmt: Format) -> int:
+    """w."""
+    return min(fmt.block // packing_parts(fmt.bits), 128)
+
+
+@functools.cache
+def columns(width: int, run: int) -> np.ndarray:
+    """The column that each of `width` positions holds, int[width]."""
+    quarter = np.arange(run).reshape(THREADS, run // 8, 2).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([start + quarter for start in range(0, width, run)])
+
+
+def column(position: jax.Array, run: int) -> jax.Array:
+    """`columns` of an array of positions, uint32, in arithmetic."""
+    start, p = position & np.uint32(-run % 2**32), position & np.uint32(run - 1)
+    q = (p >> np.uint32(1)) & np.uint32(3)
+    return start + q * np.uint32(run // THREADS) + ((p >> np.uint32(3)) << np.uint32(1)) + (p & np.uint32(1))
+
+
+def store(ref, run, start: int, interpret: bool) -> None:
+    """uint8[64, w] of positions -> bytes start..start + w of the rows of `ref` [64, row_bytes]."""
+    width = run.shape[1]
+    if interpret:
+        order = np.argsort(columns(width, width))
+        ref[:, start : start + width] = jnp.stack([run[:, p] for p in order], axis=1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def move(ctx, memory, array):
+        registers = array.registers.reshape(-1, 2)
+        for half, pieces in enumerate(addresses(memory, start, width)):
+            bytes_ = mgpu.utils.vector_concat(list(registers[:, half]))
+            for k, pointer in enumerate(pieces):
+                size = min(width // THREADS, MOST_BYTES)
+                piece = mgpu.utils.vector_slice(bytes_, slice(k * size, (k + 1) * size))
+                llvm.StoreOp(vector.bitcast(words_type(size), piece), pointer, alignment=size)
+
+    move(ref, run)
+
+
+def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
+    """The inverse of `store`: uint8[64, w] in the layout of a product."""
+    if interpret:
+        row = ref[:, start : start + width]
+        return jnp.stack([row[:, c] for c in columns(width, width)], axis=1)
+    result = plgpu.ShapeDtypeStruct((ROWS, width), jnp.uint8, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def move(ctx, memory):
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty((width // 8, 2), object)
+        size = min(width // THREADS, MOST_BYTES)
+        for half, pieces in enumerate(addresses(memory, start, width)):
+            for k, pointer in enumerate(pieces):
+                words = llvm.LoadOp(words_type(size), pointer, alignment=size).res
+                bytes_ = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(8)), words)
+                for i in range(size // 2):
+                    registers[k * size // 2 + i, half] = mgpu.utils.vector_slice(bytes_, slice(2 * i, 2 * i + 2))
+        registers = registers.reshape(layout.registers_shape((ROWS, width)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=False)
+
+    return move(ref)
+
+
+def words_type(size: int) -> ir.Type:
+    """The vector type of `size` bytes that memory is accessed with."""
+    bits = 8 * min(size, 4)
+    return ir.VectorType.get((max(1, size // 4),), ir.IntegerType.get_signless(bits))
+
+
+def addresses(memory, start: int, width: int) -> list[list]:
+    """Where a thread's bytes lie: for each of its two rows (r and r + 8), the pieces that it moves at once."""
+    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    constant = lambda value: arith.constant(i32, value)
+    pitch = ir.MemRefType(memory.type).shape[1]
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(128))
+    # Warp i has rows 16 i and on, four neighbouring threads one row of them.
+    row = arith.addi(
+        arith.muli(arith.divui(thread, constant(32)), constant(16)),
+        arith.divui(arith.remui(thread, constant(32)), constant(THREADS)),
+    )
+    own = arith.muli(arith.remui(thread, constant(THREADS)), constant(width // THREADS))
+    offset = arith.addi(arith.muli(row, constant(pitch)), own)
+    base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i8)
+    size = min(width // THREADS, MOST_BYTES)
+    at = lambda half, k: mgpu.utils.getelementptr(base, [half * 8 * pitch + start + k * size], i8)
+    return [[at(half, k) for k in range(width // THREADS // size)] for half in range(2)]
