@@ -240,14 +240,18 @@ def test_more_than_2_31_elements(name):
         x_rows = np.concatenate([_row(base, p * rows + row) for p in range(ranks)])
         (theirs, _), _ = reference(codec, small, "bfloat16", "encode", x_rows)
         (summed, _), _ = reference(codec, small, "bfloat16", "reduce_encode", x_rows, rank=3)
-        decoded, _ = reference(codec, small, "bfloat16", "decode", x_rows)
         # The row's part of each section is that section of a message of one row.
+        own = np.zeros_like(theirs)
         for (start, length), (start_small, length_small) in zip(fmt.sections(n), fmt.sections(ROW)):
             part = slice(start + row * length_small, start + (row + 1) * length_small)
             wanted = slice(start_small, start_small + length_small)
             assert length == rows * length_small
+            own[:, wanted] = np.asarray(wires[:, part])
             assert (np.asarray(wires[:, part]) != theirs[:, wanted]).mean() < 2e-4
             assert (np.asarray(wire[part]) != summed[wanted]).mean() < 2e-4
+        # What these bytes say, in which a value on a rounding border may differ from the reference's.
+        with jax.default_device(jax.devices("cpu")[0]):
+            decoded = np.asarray(backend.decode(codec, small, jnp.asarray(own), jnp.bfloat16, backend="jnp"))
         for p in range(ranks):
             at = (p * rows + row) * ROW
             # jax's own indices are int32: a row of the reshaped array instead of elements of the flat one.
