@@ -14,12 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.formats import packing_parts
-from pallas_kernels.mosaic import elements, interleaving, packing, scales, words
+from pallas_kernels.mosaic import elements, fp4, interleaving, packing, scales, words
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 
-def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tuple[jax.Array, list]:
-    """Writes the codes of a tile to shared memory [64, row_bytes].
+def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s, x_dtype=None) -> tuple[jax.Array, list]:
+    """Writes the codes of a tile to shared memory [64, row_bytes]. x_dtype: of the values, where z is nothing but them.
 
     Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64].
     """
@@ -29,17 +29,20 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         block = z[b * n : (b + 1) * n]
         amax, bits = _row_maxima(block, tiling.interpret is not None)
         multiplier, finite, block_planes = scales.compute(fmt, amax, exponent)
+        scaled = [jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0)) for c in block]
+        planes.append(block_planes)
+        largest = bits if largest is None else jnp.maximum(largest, bits)
+        if x_dtype is not None and fp4.writes(fmt, x_dtype) and tiling.interpret is None:
+            pieces.append(fp4.codes(*_parts(tiling, scaled)))
+            continue
         codes = []
-        for i, c in enumerate(block):
-            v = jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0))
+        for i, (c, v) in enumerate(zip(block, scaled)):
             q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i], tiling.interpret is not None)
             if fmt.scale == "site":
                 q = jnp.where(_columns(finite, c), q.astype(jnp.int32), jnp.int32(fmt.nan))
                 q = q.astype(jnp.uint8) if fmt.bits == 8 else q
             codes.append(q)
-        pieces += _packed(tiling, codes)
-        planes.append(block_planes)
-        largest = bits if largest is None else jnp.maximum(largest, bits)
+        pieces += codes if fmt.bits == 8 else packing.pack(fmt, _parts(tiling, codes))
     if interleaving.applies(fmt):
         start = 0
         for piece in pieces:
@@ -76,6 +79,13 @@ def decode(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
                 out.append(_join(parts, i * tiling.chunk, tiling.chunk, run))
         return out
     swizzled = swizzle(tiling) is not None
+    if fp4.reads(fmt) and swizzled and tiling.interpret is None:
+        whole, width = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True), fmt.block // 2
+        for start in range(0, tiling.row_bytes, width):
+            parts = fp4.values(whole[:, start : start + width])
+            for i in range(tiling.chunks_per_block):
+                out.append(_join(parts, i * tiling.chunk, tiling.chunk, width))
+        return out
     if fmt.bits == 8:
         q = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=swizzled)
         for i in range(tiling.row // tiling.chunk):
@@ -146,15 +156,11 @@ def _mix(x):
     return x ^ (x >> np.uint32(16))
 
 
-def _packed(tiling, codes) -> list:
-    """The codes of a block's chunks -> its bytes, uint8 arrays in column order."""
-    fmt = tiling.fmt
-    if fmt.bits == 8:
-        return codes
-    width = packing.part_columns(fmt)
-    starts = [i * width for i in range(packing_parts(fmt.bits))]
-    chunk = tiling.chunk
-    return packing.pack(fmt, [codes[o // chunk][:, o % chunk : o % chunk + width] for o in starts])
+def _parts(tiling, chunks) -> list:
+    """A block's chunks -> its parts that share bytes."""
+    width, chunk = packing.part_columns(tiling.fmt), tiling.chunk
+    starts = [i * width for i in range(packing_parts(tiling.fmt.bits))]
+    return [chunks[o // chunk][:, o % chunk : o % chunk + width] for o in starts]
 
 
 def _join(parts, start, size, width):

@@ -58,7 +58,7 @@ def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
     return read(ref)
 
 
-def _i32(value: int) -> ir.Value:
+def constant(value: int) -> ir.Value:
     return arith.constant(ir.IntegerType.get_signless(32), value - (1 << 32) if value >= 1 << 31 else value)
 
 
@@ -83,12 +83,12 @@ def _part(fmt: Format, part: int, planes: list) -> ir.Value:
         if not -fmt.bits < shift < 8:
             continue
         if fmt.bits < 8:
-            moved = (arith.shrui if shift > 0 else arith.shli)(plane, _i32(abs(shift))) if shift else plane
+            moved = (arith.shrui if shift > 0 else arith.shli)(plane, constant(abs(shift))) if shift else plane
             # The bits of the code that this byte holds; its neighbours' bits came with the shift.
             kept = ((0xFF >> shift) if shift > 0 else (0xFF << -shift)) & ((1 << fmt.bits) - 1)
-            plane = arith.andi(moved, _i32(kept * 0x01010101))
+            plane = arith.andi(moved, constant(kept * 0x01010101))
         word = plane if word is None else arith.ori(word, plane)
-    return arith.xori(word, _i32((1 << (fmt.bits - 1)) * 0x01010101))
+    return arith.xori(word, constant((1 << (fmt.bits - 1)) * 0x01010101))
 
 
 def _floats(fmt: Format, word, dtype) -> list:
@@ -100,19 +100,20 @@ def _floats(fmt: Format, word, dtype) -> list:
         bias = arith.constant(
             halves, ir.DenseElementsAttr.get_splat(halves, ir.FloatAttr.get(ir.F16Type.get(), 1024.0 + offset))
         )
-        pairs = [_permute(word, 0x64, selector) for selector in (0x4140, 0x4342)]
+        pairs = [permute(word, 0x64, selector) for selector in (0x4140, 0x4342)]
         return [arith.subf(vector.bitcast(halves, vector.broadcast(one, pair)), bias) for pair in pairs]
     f32 = ir.F32Type.get()
     pair_type = ir.VectorType.get((2,), f32)
     bias = arith.constant(f32, ir.FloatAttr.get(f32, 8388608.0 + offset))
-    singles = [arith.bitcast(f32, _permute(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
+    singles = [arith.bitcast(f32, permute(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
     numbers = [arith.subf(single, bias) for single in singles]
     return [vector.from_elements(pair_type, numbers[i : i + 2]) for i in (0, 2)]
 
 
-def _permute(word, other: int, selector: int) -> ir.Value:
+def permute(word, other: int, selector: int | ir.Value) -> ir.Value:
     """Bytes of `word` (0 to 3) and of a constant (4 to 7), lowest first as the selector's digits say."""
     i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(
-        i32, [word, _i32(other), _i32(selector)], "prmt.b32 $0, $1, $2, $3;", "=r,r,n,n", has_side_effects=False
-    )
+    fixed = isinstance(selector, int)
+    operands = [word, constant(other), constant(selector) if fixed else selector]
+    kinds = "=r,r,r,n" if fixed else "=r,r,r,r"
+    return llvm.inline_asm(i32, operands, "prmt.b32 $0, $1, $2, $3;", kinds, has_side_effects=False)

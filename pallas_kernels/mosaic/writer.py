@@ -98,12 +98,12 @@ class Writer:
 
             self.workers.for_each(t.geometry.messages, scale)
 
-    def write(self, message, row, parity, z: list, noise) -> jax.Array:
-        """Encodes one tile; returns the largest |z| of its rows as bits, int32[64]."""
+    def write(self, message, row, parity, z: list, noise, x_dtype=None) -> jax.Array:
+        """Encodes one tile (x_dtype: see `blocks.encode`); returns the largest |z| of its rows as bits, int32[64]."""
         t = self.tiling
         plgpu.wait_smem_to_gmem(self.buffers - 1, wait_read_only=True)  # the copy before has left the buffer
         buffer = self.codes_s.at[parity if self.buffers == 2 else 0]
-        largest, planes = blocks.encode(t, z, self.exponent(message), noise, buffer)
+        largest, planes = blocks.encode(t, z, self.exponent(message), noise, buffer, x_dtype)
         plgpu.commit_smem()
         if self.width:
             plgpu.copy_smem_to_gmem(buffer, self.o_g.at[message, pl.ds(row, ROWS)])
