@@ -134,6 +134,15 @@ class Geometry:
         return self.offset == 0 and self.stride in (None, self.per_message)
 
 
+def check_operands(fmt: Format, geometry: Geometry, x=None, wires=None) -> None:
+    """Raises ValueError where an array is not what kernels would take it for: they read and write beyond its end."""
+    if x is not None and x.size != geometry.elements:
+        raise ValueError(f"x has {x.size} elements, and {geometry} says {geometry.elements}")
+    shape = geometry.messages, fmt.wire_bytes(geometry.per_message)
+    if wires is not None and tuple(wires.shape) != shape:
+        raise ValueError(f"wires have shape {tuple(wires.shape)}: {geometry} in this format has {shape}")
+
+
 @functools.cache
 def hadamard_signs(block: int) -> np.ndarray:
     """The +-1 Sylvester-Hadamard matrix, float32[B, B]."""

@@ -22,12 +22,13 @@ def row_elements(fmt: Format) -> int:
 
 
 def tiles_fit(fmt: Format, geometry: Geometry) -> bool:
-    """Whether the messages are whole groups of 8 rows (one message: at least 64 rows, and a tail)."""
+    """Whether the messages are whole groups of 8 rows (all of x as one: at least 64 rows, and a tail)."""
     group = GROUP * row_elements(fmt)
     n, g = geometry.per_message, geometry
     if n < ROWS * row_elements(fmt):
         return False
-    return (g.messages == 1 and g.is_whole) or not (n % group or g.distance % group or g.offset % group)
+    all_of_x = g.messages == 1 and g.is_whole and n == g.elements
+    return all_of_x or not (n % group or g.distance % group or g.offset % group)
 
 
 def padded(fmt: Format, geometry: Geometry) -> Geometry:

@@ -28,6 +28,8 @@ class Wires:
         self.scale_rows = -(-(ROWS * per_row + ALIGNMENT) // COPY) * COPY // per_row
 
     def arrays(self, wires: jax.Array) -> list[jax.Array]:
+        # Else XLA may hand over the array that a caller cut them from, and copies would begin at any byte of it.
+        wires = lax.optimization_barrier(wires)
         return [wires.reshape(-1, self.tiling.row_bytes) if self.swizzle else wires, wires]
 
     def scratch(self, *slots: int) -> list:

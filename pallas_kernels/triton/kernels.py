@@ -126,8 +126,8 @@ def decode_kernel(
             values = _values(wire, first, blocks, not R.rotated, R)
             scale = _scale(wire, exponent, first, blocks, R)
             ys = unrotate(values, scale, h, R)
-            start = message.to(tl.int64) * (0 - distance_) - offset_
-            available = tl.minimum(per_message, 0 - elements_ - start) - begin
+            start = message.to(tl.int64) * _length(distance_) - offset_
+            available = tl.minimum(per_message, _length(elements_) - start) - begin
             memory.store_values(y_ptr + tl.multiple_of(start + begin, R.align), available, ys, R)
         else:
             zs = _rotated(
@@ -138,9 +138,15 @@ def decode_kernel(
 
 
 @triton.jit
+def _length(negated):
+    """A length that came negated, as int64: -2^31 is an int32, and 2^31 is not."""
+    return tl.cast(0, tl.int64) - negated
+
+
+@triton.jit
 def _counts(per_message_, R: tl.constexpr):
     """(elements int64, blocks int32, tiles int32) of a message."""
-    per_message = tl.cast(0, tl.int64) - per_message_
+    per_message = _length(per_message_)
     blocks = ((per_message + (R.block - 1)) // R.block).to(tl.int32)
     return per_message, blocks, (blocks + (R.rows - 1)) // R.rows
 
@@ -195,8 +201,8 @@ def _with_wires(totals, begin, end, wires_ptr, exponent, first, blocks, R: tl.co
 def _chunk(x_ptr, message, first, elements_, per_message, offset_, distance_, R: tl.constexpr):
     """A tile of message `message` of x, as it lies in memory."""
     begin = first.to(tl.int64) * R.block
-    start = message.to(tl.int64) * (0 - distance_) - offset_
-    available = tl.minimum(per_message, 0 - elements_ - start) - begin
+    start = message.to(tl.int64) * _length(distance_) - offset_
+    available = tl.minimum(per_message, _length(elements_) - start) - begin
     x_ptr += tl.multiple_of(start + begin, R.align)
     return memory.load_values(x_ptr, available, R)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 
@@ -77,9 +78,8 @@ def _launch_on_gpu(call: Launch) -> list[jax.Array]:
             f"({str(error).splitlines()[0]})"
         ) from error
     known = compute_capability(region_device())
-    outputs = jax_triton.triton_call(
-        *call.arrays,
-        *call.sizes,
+    run = functools.partial(
+        jax_triton.triton_call,
         kernel=getattr(kernels, call.kernel),
         out_shape=list(call.outputs),
         name=call.kernel,
@@ -92,7 +92,9 @@ def _launch_on_gpu(call: Launch) -> list[jax.Array]:
         input_output_aliases=call.aliases,
         R=kernels.Constants(call.recipe),
     )
-    return list(outputs)
+    # jax-triton has no rule for vmap: one call after the other.
+    one_by_one = jax.custom_batching.sequential_vmap(lambda *arrays: run(*arrays, *call.sizes))
+    return list(one_by_one(*call.arrays))
 
 
 def _varying(x) -> frozenset[str]:

@@ -9,7 +9,7 @@ from jax import lax
 from mosaic_programs import PRESETS
 
 import taco_jax
-from taco_jax import CODECS
+from taco_jax import CODECS, backend
 from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
@@ -123,6 +123,22 @@ def scattered_slice(x):
 
 def gathered_slice(x):
     return taco_jax.all_gather(x[5 : 5 + S], "tp", codec="int4h")
+
+
+@pytest.mark.parametrize("decode", ["decode", "sum_decode"])
+def test_kernels_read_whole_wires(decode):
+    codec, n = CODECS["int6h"], 1 << 17
+    w = codec.wire_bytes(n)
+
+    def f(bytes_):
+        wires = bytes_[5 : 5 + 2 * w].reshape(2, w)
+        if decode == "decode":
+            return backend.decode(codec, backend.Geometry(2 * n, 2, n), wires, jnp.bfloat16, None)
+        return backend.sum_decode(codec, wires, n, jnp.bfloat16, None)
+
+    compiled = compile_on_four(f, jax.ShapeDtypeStruct((2 * w + 5000,), jnp.uint8))
+    assert kernels(compiled) == 1
+    assert all(start is not None and start % 16 == 0 for _, start in slices_of_kernels(compiled))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Triton decides when it is imported whether it interprets. So one process of its 
 all cases, and the tests read what it found.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -73,7 +74,7 @@ def test_other_codecs_equal_the_jnp_codec(found, case):
 
 
 @pytest.mark.parametrize(
-    "name", ["a chunk of every message", "many ranks", "the largest floats", "varying in shard_map"]
+    "name", ["a chunk of every message", "many ranks", "the largest floats", "varying in shard_map", "2^31 elements"]
 )
 def test_also(found, name):
     assert found[name] == []
@@ -178,6 +179,7 @@ def main():
     found["many ranks"] = Check(CODECS["mxfp8"], Geometry(1000, 12, 84), x).run()
     largest = np.where(np.arange(x.size) % 50 == 0, np.float32(3.4e38), x)
     found["the largest floats"] = Check(CODECS["mxint8"], Geometry(1000, 1, 1000), largest).run()
+    found["2^31 elements"] = [error for n in (2**31 - 8, 2**31, 2**31 + 8) for error in counts_to(n, x)]
     found["varying in shard_map"] = varies(jnp.asarray(x))
     print(json.dumps(found))
 
@@ -196,6 +198,16 @@ def decodes_in_place(geometry, x):
         length = max(0, min(g.per_message, x.size - start))
         expected[start : start + length] = row[:length]
     return [] if np.array_equal(into, expected) else ["decode_into differs"]
+
+
+def counts_to(n, x):
+    """The codes of the first of n elements, of which only x is there: what kernels make of such a number."""
+    fmt, geometry = backend.to_format(CODECS["mxint8"]), Geometry(x.size, 1, x.size)
+    expected = operations.encode(fmt, geometry, x)[0]
+    launch.set_launcher(lambda call: interpret(dataclasses.replace(call, sizes=(-n, *call.sizes[1:]))))
+    wires = operations.encode(fmt, geometry, x)[0]
+    launch.set_launcher(interpret)
+    return [] if np.array_equal(wires, expected) else [f"{n} elements: other codes"]
 
 
 def varies(x):

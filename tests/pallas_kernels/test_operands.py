@@ -1,0 +1,70 @@
+"""What the kernels' operations say to arrays that are not what the geometry says, and to geometries at the edge."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import Geometry, compat, mosaic
+from pallas_kernels.triton import operations as triton
+from taco_jax import CODECS, backend
+
+CODEC, N = CODECS["mxint8"], 8192
+FMT = backend.to_format(CODEC)
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 knows no register layouts"
+)
+
+
+def random(n):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(n, np.float32))
+
+
+@pytest.mark.parametrize("operations", [mosaic, triton], ids=["mosaic", "triton"])
+def test_arrays_of_another_size_are_refused(operations):
+    # Kernels would read and write beyond their ends.
+    g = Geometry(2 * N, 2, N)
+    wires = jnp.zeros((2, FMT.wire_bytes(N)), jnp.uint8)
+    calls = {
+        "x has 8192 elements": lambda: operations.encode(FMT, g, random(N)),
+        "shape (2, 4608)": lambda: operations.decode(FMT, g, wires[:, :4608], jnp.float32),
+        "shape (1, 9216)": lambda: operations.reduce_decode(FMT, g, wires[:1], random(2 * N), 0),
+        "shape (2, 9216)": lambda: operations.sum_decode(FMT, wires, N // 2, jnp.float32),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert message in str(refused.value)
+
+
+@interpreted
+@pytest.mark.parametrize("elements,per_message", [(8192, 8200), (9000, 20000), (8192, 16384)])
+def test_a_message_longer_than_x_ends_in_zeros(elements, per_message):
+    g, x = Geometry(elements, 1, per_message), random(elements)
+    options = {"interpret": compat.interpret_params()}
+    wires, _ = mosaic.encode(FMT, g, x, **options)
+    np.testing.assert_array_equal(wires, backend.encode(CODEC, g, x, None, backend="jnp")[0])
+    y = mosaic.decode(FMT, g, wires, jnp.float32, **options)
+    np.testing.assert_array_equal(y, backend.decode(CODEC, g, wires, jnp.float32, None, backend="jnp"))
+
+
+@interpreted
+def test_a_reduction_of_one_message_is_its_own_term():
+    g, x = Geometry(N, 1, N), random(N)
+    options = {"interpret": compat.interpret_params()}
+    wires, largest = mosaic.encode(FMT, g, x, **options)
+    wire, of_sum = mosaic.reduce_encode(FMT, g, jnp.zeros_like(wires), x, 0, **options)
+    np.testing.assert_array_equal(wire, wires[0])
+    assert of_sum == largest
+    np.testing.assert_array_equal(mosaic.reduce_decode(FMT, g, wires, x, 0, **options), x)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+def test_triton_kernels_can_be_mapped_over(monkeypatch):
+    monkeypatch.setattr(triton, "capability", lambda: (9, 0))
+    monkeypatch.setattr("pallas_kernels.triton.launch.compute_capability", lambda device: (9, 0))
+    encode = lambda x: triton.encode(FMT, Geometry(N, 1, N), x)[0]
+    assert jax.eval_shape(jax.vmap(encode), jnp.zeros((3, N))).shape == (3, 1, FMT.wire_bytes(N))
