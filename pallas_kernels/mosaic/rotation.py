@@ -105,8 +105,8 @@ class Rotator:
         return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s) if self.active else chunks
 
     def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
-        """Rotated chunks, sums in float32 -> the values; to 2^-17 where codes and output are coarser by far."""
-        parts = 3 if dtype == jnp.float32 or self.tiling.fmt.bits == 8 else 2
+        """Rotated chunks, sums in float32 -> the values; to 2^-17 of the largest where the output has 16 bits."""
+        parts = 3 if dtype == jnp.float32 else 2
         return self._product([(c, parts) for c in z], m_s, back=True) if self.active else z
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
