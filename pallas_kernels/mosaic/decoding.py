@@ -27,8 +27,8 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     rotator = rotation.Rotator(tiling, jnp.float16)
     source, inputs = Wires(tiling), Inputs(tiling, exponents, None)
     each = STAGES * source.scratch_bytes() + BUFFERS * ROWS * tiling.row * dtype.itemsize
-    # Measured on an H100: two keep up with the memory, and unpacking takes a third.
-    workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, 2 if tiling.fmt.bits == 8 else 3)
+    # Measured on an H200, as in the other kernels.
+    workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, 3 if tiling.fmt.bits in (4, 8) else 2)
 
     def kernel(codes_g, scales_g, m_g, e_g, n_g, y_g, codes_s, scales_s, m_s, y_s, m_bar, bars):
         wg = workers.warpgroup()

@@ -28,7 +28,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     inputs = Inputs(tiling, exponents, seed)
     stage_bytes = ROWS * tiling.row * x_RC.dtype.itemsize
     each = STAGES * stage_bytes + Writer.scratch_bytes(tiling, BUFFERS)
-    # Measured on an H100: two keep up with the memory, but where small values are made of many integer operations.
+    # Measured on an H200: two keep up with the memory, but where small values are made of many integer operations.
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
     workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, most)
     width = Writer.tensor_width(tiling)
