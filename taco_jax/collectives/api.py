@@ -29,7 +29,7 @@ from taco_jax import sites
 from taco_jax.collectives.differentiable import Operation, apply
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.options import Options, check_options
-from taco_jax.collectives.region import AxisName, axis_tuple, to_varying
+from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.compat import varying_axes
 
 
@@ -123,13 +123,14 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
              backend="auto", chunks=1, exchange="auto", key=None, site="ppermute"):  # fmt: skip
     """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does.
 
-    Backward: the inverse permutation, compressed.
+    Over several axes ranks count as jax.lax.axis_index(axis_name) does, in the order of the tuple (jax.lax.ppermute's
+    own order depends on the version of jax). Backward: the inverse permutation, compressed.
     """
     perm = tuple((int(s), int(d)) for s, d in perm)
 
     def one(x, site):
         if not _is_float(x):
-            return _exact(site, "ppermute", axis_name, x, lambda: lax.ppermute(x, axis_name, perm))
+            return _exact(site, "ppermute", axis_name, x, lambda: permute(x, axis_name, perm))
         return _call("ppermute", x, site, options, perm=perm)
 
     options = check_options("ppermute", axis_name, codec, backward_codec, scales, key, None, link,
