@@ -52,6 +52,7 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     from taco_jax.mesh import make_mesh
     from taco_jax.step import build
 
+    cli.devices(config.devices)
     try:
         mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
     except ValueError as error:
