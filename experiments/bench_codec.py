@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import runs
 
 from pallas_kernels import Geometry
-from taco_jax import backend
+from taco_jax import backend, cli
 from taco_jax.codec import CODECS
 
 OPERATIONS = ("encode", "decode", "reduce")
@@ -124,7 +125,7 @@ def measure(codec_name: str, implementation: str, sets, geometry: Geometry) -> d
     return out
 
 
-def table(results: dict, fastest: float) -> str:
+def table(results: dict) -> str:
     lines = [
         "| codec | kernels | operation | us | GB/s | of the fastest copy | XLA us | XLA GB/s | kernel against XLA |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -163,7 +164,7 @@ def plot(results: dict, fastest: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default=",".join(c for c in CODECS if c not in ("none", "taco_paper")))
@@ -171,10 +172,13 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=8192 * 132 * 16 * 16, help="bf16 elements of x")
     parser.add_argument("--no-xla", action="store_true", help="leave the XLA codec out")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
-    args = parser.parse_args()
-    if args.elements % (8192 * RANKS):
-        sys.exit(f"--elements={args.elements}: must be a multiple of {8192 * RANKS}, whole tiles of {RANKS} messages")
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(arguments)
+    codecs = runs.codecs(args.codecs, pairs=False, exact=False)
+    implementations = runs.choices("--implementations", args.implementations, backend.BACKENDS)
+    whole = args.elements > 0 and args.elements % (8192 * RANKS) == 0
+    rule = f"must be a positive multiple of {8192 * RANKS}, whole tiles of {RANKS} messages"
+    runs.require(whole, "--elements", args.elements, rule)
+    runs.folder("--out", args.out)
     geometry = Geometry(args.elements, RANKS, args.elements // RANKS)
     make = jax.jit(lambda key: jax.random.normal(key, (args.elements,)).astype(jnp.bfloat16))
     sets = [(make(key),) for key in jax.random.split(jax.random.key(0), 3)]
@@ -183,9 +187,9 @@ def main() -> None:
     for name, rate in copied.items():
         print(f"{name:32} {rate:6.0f} GB/s", flush=True)
     results: dict[str, dict] = {}
-    for codec in args.codecs.split(","):
+    for codec in codecs:
         results[codec] = {}
-        for name in [*args.implementations.split(","), *([] if args.no_xla else ["jnp"])]:
+        for name in [*implementations, *([] if args.no_xla else ["jnp"])]:
             if name == "auto":
                 name = backend.choose(codec, jax.devices()[0], "bfloat16")[0]
             if name in results[codec]:
@@ -212,7 +216,7 @@ def main() -> None:
             "",
             "| copy | GB/s |", "|---|---|", *(f"| {name} | {rate:.0f} |" for name, rate in copied.items()),
             "",
-            table(results, fastest),
+            table(results),
         ]  # fmt: skip
         (args.out / "README.md").write_text("\n".join(report) + "\n")
         (args.out / "summary.json").write_text(json.dumps({"copies": copied, "codecs": results}, indent=1) + "\n")
@@ -220,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -15,7 +15,9 @@ import functools
 import json
 import os
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -27,6 +29,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
+from taco_jax import cli
+from taco_jax.plan import EXCHANGES, MAX_CHUNKS
 
 CHAIN = 4
 
@@ -58,23 +62,36 @@ def link() -> str:
     return "host memory (NCCL_P2P_DISABLE=1)" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "as the machine is"
 
 
-def main() -> None:
+def parse(codecs: str) -> dict[str, tuple[str, int, str]]:
+    """--codecs as {as given: (codec, chunks, exchange)}."""
+    variants = {}
+    for text in codecs.split(","):
+        name, chunks, exchange, *more = [*text.split(":"), *("1", "auto")[text.count(":") :]]
+        runs.codecs(name, pairs=False, exact=False)
+        good = not more and chunks.isdecimal() and 1 <= int(chunks) <= MAX_CHUNKS
+        runs.require(good, "--codecs", repr(text), f"must be name:chunks:exchange with 1 to {MAX_CHUNKS} chunks")
+        runs.choices("--codecs (exchange)", exchange, EXCHANGES)
+        variants[text] = (name, int(chunks), exchange)
+    return variants
+
+
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="taco,int6h,int4h", help="name or name:chunks or name:chunks:exchange")
     parser.add_argument("--megaelements", default="1,4,16,64,128")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(arguments)
+    variants = {"none": ("none", 1, "auto")} | parse(args.codecs)
+    sizes = runs.numbers("--megaelements", args.megaelements, 1)
+    runs.require(args.repeats >= 1, "--repeats", args.repeats, "must be at least 1")
     ranks = len(jax.devices())
+    runs.require(ranks > 1, "devices", ranks, "a sum needs at least 2")
+    runs.folder("--out", args.out)
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    variants = {"none": ("none", 1, "auto")}
-    for text in args.codecs.split(","):
-        name, *rest = text.split(":")
-        variants[text] = (name, int(rest[0]) if rest else 1, rest[1] if len(rest) > 1 else "auto")
     results: dict[str, dict] = {}
-    for mega in map(int, args.megaelements.split(",")):
+    for mega in sizes:
         sharding = NamedSharding(mesh, P("tp"))
         draw = functools.partial(jax.random.normal, shape=(ranks, mega << 20))
         x = jax.jit(lambda key, draw=draw: draw(key).astype(jnp.bfloat16), out_shardings=sharding)(jax.random.key(0))
@@ -141,4 +158,4 @@ def plot(results: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -6,53 +6,62 @@
     python experiments/codec_ablation.py --out experiments/results/codec_ablation --report
 
 One run a codec and seed, each in a process of its own, one pass over --tokens/train.bin (GPT-2's tokenizer, uint16) by
-default. Runs that OUT already has are kept: a study is made in as many goes as the GPU time allows (--minutes), seed by
-seed, so that every codec has the same seeds. "int6h:none" compresses the forward messages only, "none:int6h" the
-gradients'.
+default. Runs that OUT already has are kept, and the tables are of all of them: a study is made in as many goes as the
+GPU time allows (--minutes), seed by seed, so that every codec has the same seeds. "int6h:none" compresses the forward
+messages only, "none:int6h" the gradients'. With JAX_COMPILATION_CACHE_DIR set, runs share what they compile.
 
 criterion  as in seed_study.py: paired by seed, mean difference within 0.5 % or one standard deviation of `none`
 output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, OUT/codec_ablation.png,
-           OUT/<model>-<codec>-<seed>.jsonl (metrics)
+           OUT/<model>-<codec>-<seed>.jsonl (metrics; a pair of codecs is forward+backward)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import runs
 from seed_study import summarise
 
+from taco_jax import cli
+from taco_jax.config import ConfigError
+
+MODELS = ("gpt2_124m", "gpt2_350m")
 CODECS = "none,taco,e4m3,e5m2,int8h,int6h,int5h,int4h,int6h:none,none:int6h"
 # Validation loss against bf16 in arXiv 2604.24088: its GPT-350M runs, and its ablation of the element format.
 PAPER = {"taco": "+0.25 % (350M), +0.17 % (ablation)", "e5m2": "+24 %", "int8h": "INT8 without rotation diverges"}
 HERE = Path(__file__).parent
 
 
-def one_pass(tokens: Path, model: str, batch: int, length: int) -> int:
+def one_pass(tokens: Path, batch: int, length: int) -> int:
     """Steps that see every training token once."""
-    size = np.memmap(tokens / "train.bin", np.uint16, mode="r").size
+    size = (tokens / "train.bin").stat().st_size // np.dtype(np.uint16).itemsize
     return max(1, (size - 1) // (batch * length))
 
 
 def name_of(model: str, codec: str, seed: str) -> str:
-    return f"{model}-{codec.replace(':', '-')}-{seed}.jsonl"
+    """No codec has a dash or a plus in its name, so `collect` reads back what is written here and nothing else."""
+    return f"{model}-{codec.replace(':', '+')}-{seed}.jsonl"
 
 
-def collect(out: Path, model: str, codecs: list[str]) -> dict[str, dict[str, list[dict]]]:
-    """{codec: {seed: records}} of the runs that are there."""
+def collect(out: Path, model: str) -> dict[str, dict[str, list[dict]]]:
+    """{codec: {seed: records}} of all runs that are there, in the order of CODECS, then by name."""
     found: dict[str, dict[str, list[dict]]] = {}
-    for codec in codecs:
-        for path in sorted(out.glob(name_of(model, codec, "*"))):
-            found.setdefault(codec, {})[path.stem.rsplit("-", 1)[1]] = runs.read(path)
-    return found
+    for path in sorted(out.glob(f"{model}-*.jsonl")):
+        match = re.fullmatch(rf"{model}-(\w+(?:\+\w+)?)-(\d+)\.jsonl", path.name)
+        if match:
+            found.setdefault(match[1].replace("+", ":"), {})[match[2]] = runs.read(path)
+    usual = CODECS.split(",")
+    return dict(sorted(found.items(), key=lambda item: (item[0] not in usual, [*usual, item[0]].index(item[0]))))
 
 
 def snr(records: list[dict]) -> dict[str, float]:
@@ -73,6 +82,7 @@ def summary_of(found: dict[str, dict[str, list[dict]]]) -> dict:
             "tokens_per_second": statistics.median(r["tokens_per_second"] for r in records),
             "ratio": records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1),
             "steps": records[-1]["step"],
+            "runs": len(by_seed),
             "snr_db": snr(records),
         }
     return summary
@@ -82,14 +92,14 @@ def tables(model: str, summary: dict) -> list[str]:
     lines = [
         f"## {model}",
         "",
-        "| codec | traffic ratio | validation loss | std | against none | equal | seeds | tokens/s | the paper |",
+        "| codec | traffic ratio | validation loss | std | against none | equal | paired runs | tokens/s | the paper |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for codec, r in summary.items():
+        compared = "| |" if r["difference"] is None else f"{r['difference']:+.2%} | {'yes' if r['equal'] else 'no'} |"
         lines.append(
-            f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {r['difference']:+.2%} | "
-            f"{'yes' if r['equal'] else 'no'} | {len(r['seeds'])} | {r['tokens_per_second']:.0f} | "
-            f"{PAPER.get(codec, '')} |"
+            f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared} "
+            f"{len(r['seeds'])} of {r['runs']} | {r['tokens_per_second']:.0f} | {PAPER.get(codec, '')} |"
         )
     sites = sorted({site for r in summary.values() for site in r["snr_db"]})
     if sites:
@@ -113,7 +123,8 @@ def plot(models: dict[str, dict], path: Path) -> None:
         for k, r in enumerate(summary.values()):
             paired = [100 * (loss / reference[s] - 1) for s, loss in r["seeds"].items()]
             axis.plot([k] * len(paired), paired, "o", alpha=0.5)
-            axis.plot([k - 0.3, k + 0.3], [100 * r["difference"]] * 2, "k-")
+            if paired:
+                axis.plot([k - 0.3, k + 0.3], [100 * r["difference"]] * 2, "k-")
         spread = 100 * summary["none"]["std"] / summary["none"]["mean"]
         axis.axhspan(-spread, spread, alpha=0.15, label="spread of none over seeds")
         axis.set_xticks(range(len(summary)), list(summary), rotation=45)
@@ -124,14 +135,15 @@ def plot(models: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def report(out: Path, codecs: list[str], named_commit: str | None) -> None:
+def report(out: Path, named_commit: str | None) -> bool:
+    """Writes what OUT has; False, and nothing, without a run of `none` to compare with."""
     models = {}
-    for model in ("gpt2_124m", "gpt2_350m"):
-        found = collect(out, model, codecs)
+    for model in MODELS:
+        found = collect(out, model)
         if "none" in found:
             models[model] = summary_of(found)
     if not models:
-        sys.exit(f"{out}: no finished run of codec none yet, so there is nothing to compare with")
+        return False
     lines = runs.header("Codecs and accuracy: GPT-2 at TP 4", named_commit)
     for model, summary in models.items():
         lines += tables(model, summary)
@@ -139,32 +151,39 @@ def report(out: Path, codecs: list[str], named_commit: str | None) -> None:
     (out / "summary.json").write_text(json.dumps(models, indent=1) + "\n")
     plot(models, out / "codec_ablation.png")
     print("\n".join(lines), flush=True)
+    return True
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, help="folder with train.bin and val.bin")
-    parser.add_argument("--model", default="gpt2_124m", choices=("gpt2_124m", "gpt2_350m"))
+    parser.add_argument("--model", default="gpt2_124m", choices=MODELS)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=None, help="default: one pass over the tokens")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after that long")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
     parser.add_argument("--report", action="store_true", help="only write the tables and the plot of what is there")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
-    args, flags = parser.parse_known_args()
-    codecs = args.codecs.split(",")
-    args.out.mkdir(parents=True, exist_ok=True)
+    args, flags = parser.parse_known_args(arguments)
+    codecs = runs.codecs(args.codecs)
+    seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
+    for key in ("steps", "batch", "timeout"):
+        value = getattr(args, key)
+        runs.require(value is None or value > 0, f"--{key}", value, "must be above 0")
     if args.report:
-        return report(args.out, codecs, args.commit)
-    if args.tokens is None or not (args.tokens / "train.bin").exists():
-        sys.exit(
-            f"--tokens={args.tokens}: must name a folder with train.bin and val.bin (tokenize_corpus.py makes one)"
-        )
-    steps = args.steps or one_pass(args.tokens, args.model, args.batch, 1024)
-    start = time.monotonic()
-    for seed in args.seeds.split(","):
+        if not args.out.is_dir() or not report(args.out, args.commit):
+            raise ConfigError(f"--out={args.out}: has no finished run of codec none to compare with")
+        return 0
+    runs.require(args.tokens, "--tokens", args.tokens, "needed: a folder with train.bin and val.bin")
+    for name in ("train.bin", "val.bin"):
+        runs.file("--tokens", args.tokens / name, "tokenize_corpus.py makes one")
+    runs.folder("--out", args.out)
+    steps = args.steps or one_pass(args.tokens, args.batch, 1024)
+    start, failures = time.monotonic(), 0
+    for seed in seeds:
         for codec in codecs:
             kept = args.out / name_of(args.model, codec, seed)
             if kept.exists() or time.monotonic() - start > 60 * args.minutes:
@@ -177,10 +196,17 @@ def main() -> None:
                     "--evaluation.every", str(steps), "--metrics.snr-every", str(max(1, steps // 10)),
                     "--checkpoint.no-enabled",
                 ]  # fmt: skip
-                runs.train(str(HERE / f"{args.model}.py"), workdir, [*runs.codec_flags(codec), *own, *flags])
-                shutil.copy(workdir / "metrics.jsonl", kept)
-            report(args.out, codecs, args.commit)
+                try:
+                    own = [*runs.codec_flags(codec), *own, *flags]
+                    runs.train(str(HERE / f"{args.model}.py"), workdir, own, timeout=args.timeout)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    failures += 1
+                    print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                    continue
+                runs.keep(workdir, kept)
+            report(args.out, args.commit)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

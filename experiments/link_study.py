@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import runs
 
+from taco_jax import cli
+
+HERE = Path(__file__).parent
 LINKS = {
     "nvlink": {},
     "host": {"NCCL_P2P_DISABLE": "1"},
@@ -68,7 +71,7 @@ def table(results: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -76,16 +79,18 @@ def main() -> None:
     parser.add_argument("--codecs", default="none,taco")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
-    args, flags = parser.parse_known_args()
-    codecs = args.codecs.split(",")
-    args.out.mkdir(parents=True, exist_ok=True)
+    args, flags = parser.parse_known_args(arguments)
+    codecs, links = runs.codecs(args.codecs, more=["free"]), runs.choices("--links", args.links, LINKS)
+    runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
+    runs.require(args.timeout > 0, "--timeout", args.timeout, "must be above 0 seconds")
+    runs.folder("--out", args.out)
     results, failures = {}, []
-    for link in args.links.split(","):
+    for link in links:
         for codec in codecs:
             with tempfile.TemporaryDirectory() as folder:
                 workdir = Path(folder) / "run"
                 try:
-                    program = ["experiments/free_communication.py"] if codec == "free" else runs.TRAINER
+                    program = [str(HERE / "free_communication.py")] if codec == "free" else runs.TRAINER
                     own = runs.codec_flags("none" if codec == "free" else codec)
                     records = runs.train(
                         args.config, workdir, [*own, *flags], env=LINKS[link], timeout=args.timeout, program=program
@@ -94,7 +99,7 @@ def main() -> None:
                     failures.append(f"{link}/{codec}: {error}")
                     print("FAILED", failures[-1], flush=True)
                     continue
-                shutil.copy(workdir / "metrics.jsonl", args.out / f"{link}-{codec.replace(':', '-')}.jsonl")
+                runs.keep(workdir, args.out / f"{link}-{codec.replace(':', '-')}.jsonl")
             results.setdefault(link, {})[codec] = summarise(records)
             report = [
                 *runs.header(f"{Path(args.config).stem}: codecs over links", args.commit),
@@ -107,9 +112,8 @@ def main() -> None:
             (args.out / "README.md").write_text("\n".join(report) + "\n")
             (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
             print(table(results), flush=True)
-    if failures:
-        sys.exit(1)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -1,14 +1,21 @@
-"""Shared by the studies: run the trainer in a process of its own, and say where and how a table was made."""
+"""Shared by the studies: check their arguments, run the trainer in a process of its own, say how a table was made.
+
+Their main functions run under `taco_jax.cli.run`: a ConfigError is one line on stderr and exit code 2.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from taco_jax.codec import CODECS
+from taco_jax.config import ConfigError, nearest
 
 TRAINER = ("-m", "taco_jax.train")
 
@@ -19,12 +26,14 @@ def train(
     flags: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 3600,
+    timeout: float | None = None,
     program: Sequence[str] = TRAINER,
 ) -> list[dict]:
     """Trains `config` with `flags` in `workdir` and returns its metrics, one record a step.
 
-    Raises RuntimeError with the end of the trainer's errors if it fails.
+    timeout: seconds, None for no limit. The environment is handed on, JAX_COMPILATION_CACHE_DIR with it.
+
+    Raises RuntimeError with the end of the trainer's errors if it fails, subprocess.TimeoutExpired.
     """
     command = [sys.executable, *program, "--config", config, "--workdir", str(workdir), *flags]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {})
@@ -38,6 +47,63 @@ def train(
 def read(metrics: Path) -> list[dict]:
     """The records of a metrics.jsonl."""
     return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def keep(workdir: Path, kept: Path) -> None:
+    """Copies a run's metrics to their place: whole, or not at all."""
+    part = kept.with_suffix(".part")
+    shutil.copy(workdir / "metrics.jsonl", part)
+    part.replace(kept)
+
+
+def require(holds, key: str, value, rule: str) -> None:
+    """Raises ConfigError unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{key}={value}: {rule}")
+
+
+def choices(key: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names of a comma-separated list, each of them known."""
+    known, names = list(known), text.split(",")
+    for name in names:
+        require(name in known, key, repr(name), nearest(name, known) if name else "name at least one")
+    return names
+
+
+def codecs(text: str, *, pairs: bool = True, exact: bool = True, more: Iterable[str] = ()) -> list[str]:
+    """--codecs: presets (`exact`: none is one too) or pairs "forward:backward", checked before anything runs."""
+    known = [name for name, codec in CODECS.items() if exact or not codec.exact]
+    names = text.split(",")
+    for name in names:
+        if pairs and ":" in name:
+            for part in name.split(":", 1):
+                choices("--codecs", part, known)
+        else:
+            choices("--codecs", name, [*known, *more])
+    return names
+
+
+def numbers(key: str, text: str, least: int) -> list[int]:
+    """The integers of a comma-separated list, each at least `least`."""
+    for number in text.split(","):
+        good = number.strip().removeprefix("-").isdecimal() and int(number) >= least
+        require(good, key, text, f"must be integers of at least {least}, separated by commas")
+    return [int(number) for number in text.split(",")]
+
+
+def folder(key: str, path: Path) -> Path:
+    """Makes a folder for results."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}={path}: cannot be made ({error.strerror}); name a folder that can") from None
+    return path
+
+
+def file(key: str, path: Path, rule: str) -> Path:
+    """A file that must be there."""
+    require(path.is_file(), key, path, f"no such file; {rule}")
+    return path
 
 
 def codec_flags(codec: str) -> list[str]:

@@ -18,27 +18,38 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import runs
 
+from taco_jax import cli
+
 
 def summarise(losses: dict[str, dict[str, float]], base: str) -> dict:
-    """{codec: {"mean", "std", "difference" (mean over paired seeds, relative), "equal"}} from {codec: {seed: loss}}."""
+    """{codec: {"mean", "std", "difference" (mean over paired seeds, relative), "equal"}} from {codec: {seed: loss}}.
+
+    A codec is compared by the seeds that `base` has too, its "seeds"; without one "difference" and "equal" are None.
+    """
     reference = losses[base]
     spread = statistics.stdev(reference.values()) if len(reference) > 1 else 0.0
     out = {}
     for codec, of_codec in losses.items():
         seeds = [s for s in of_codec if s in reference]
-        mean = statistics.mean(of_codec[s] for s in seeds)
-        difference = statistics.mean(of_codec[s] / reference[s] - 1 for s in seeds)
-        absolute = abs(mean - statistics.mean(reference[s] for s in seeds))
+        if not seeds:
+            mean, difference, equal = statistics.mean(of_codec.values()), None, None
+        else:
+            mean = statistics.mean(of_codec[s] for s in seeds)
+            difference = statistics.mean(of_codec[s] / reference[s] - 1 for s in seeds)
+            absolute = abs(mean - statistics.mean(reference[s] for s in seeds))
+            equal = abs(difference) <= 0.005 or absolute <= spread
         out[codec] = {
             "mean": mean,
             "std": statistics.stdev(of_codec.values()) if len(of_codec) > 1 else 0.0,
             "difference": difference,
-            "equal": abs(difference) <= 0.005 or absolute <= spread,
+            "equal": equal,
             "seeds": {s: of_codec[s] for s in seeds},
         }
     return out
@@ -56,26 +67,30 @@ def table(summary: dict, ratios: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="none,taco")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
-    args, flags = parser.parse_known_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    codecs = args.codecs.split(",")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
+    args, flags = parser.parse_known_args(arguments)
+    codecs = runs.codecs(args.codecs)
+    seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
+    runs.file("--config", Path(args.config), "name an experiment, such as experiments/quickstart.py")
+    runs.folder("--out", args.out)
     losses: dict[str, dict[str, float]] = {codec: {} for codec in codecs}
     ratios, seconds = {}, {}
-    for seed in args.seeds.split(","):
+    for seed in seeds:
         for codec in codecs:
             kept = args.out / f"{codec.replace(':', '-')}-{seed}.jsonl"
             if not kept.exists():
                 with tempfile.TemporaryDirectory() as folder:
                     workdir = Path(folder) / f"{codec}-{seed}"
-                    runs.train(args.config, workdir, [*runs.codec_flags(codec), "--seed", seed, *flags])
-                    shutil.copy(workdir / "metrics.jsonl", kept)
+                    own = [*runs.codec_flags(codec), "--seed", seed, *flags]
+                    runs.train(args.config, workdir, own, timeout=args.timeout)
+                    runs.keep(workdir, kept)
             records = runs.read(kept)
             losses[codec][seed] = records[-1]["validation_loss"]
             ratios[codec] = records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1)
@@ -87,7 +102,7 @@ def main() -> None:
         (args.out / "README.md").write_text("\n".join(report) + "\n\n![loss](loss.png)\n")
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         print(table(summary, ratios), flush=True)
-    draw(args.out, codecs, args.seeds.split(",")[0])
+    draw(args.out, codecs, seeds[0])
 
 
 def draw(out: Path, codecs: list[str], seed: str) -> None:
@@ -104,4 +119,4 @@ def draw(out: Path, codecs: list[str], seed: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -12,9 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import runs
+
+from taco_jax import cli
+from taco_jax.config import ConfigError
 
 END = "<|endoftext|>"
 
@@ -45,16 +51,31 @@ def write(bpe, documents: list[str], path: Path) -> int:
     return size
 
 
-def main() -> None:
+def check(corpus: Path, merges: Path):
+    """The tokenizer, or a ConfigError where something that is needed is missing."""
+    runs.file("--merges", merges, "name GPT-2's merges, often called vocab.bpe or merges.txt")
+    runs.require(any(corpus.glob("*.train.txt.xz")), "--corpus", corpus, "must be a folder with *.train.txt.xz files")
+    runs.file("--corpus", corpus / "val.jsonl.xz", "the corpus needs validation documents")
+    try:
+        bpe = tokenizer(merges)
+        known = bpe.encode("Hello, world! It's 2024.").ids
+    except ImportError:
+        raise ConfigError("the package tokenizers is missing: pip install tokenizers") from None
+    except Exception as error:  # the Rust side raises bare Exceptions
+        raise ConfigError(f"--merges={merges}: is no file of merges ({' '.join(str(error).split())[:200]})") from None
+    right = [15496, 11, 995, 0, 632, 338, 48609, 13]
+    runs.require(known == right, "--merges", merges, f"are not GPT-2's: a sentence became {known}, not {right}")
+    return bpe
+
+
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--merges", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    bpe = tokenizer(args.merges)
-    known = bpe.encode("Hello, world! It's 2024.").ids
-    assert known == [15496, 11, 995, 0, 632, 338, 48609, 13], f"{args.merges} are not GPT-2's merges: {known}"
+    args = parser.parse_args(arguments)
+    bpe = check(args.corpus, args.merges)
+    runs.folder("--out", args.out)
     documents = []
     for path in sorted(args.corpus.glob("*.train.txt.xz")):
         documents += [d for d in lzma.open(path, "rt", encoding="utf-8").read().split("\n\n") if d.strip()]
@@ -67,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -12,13 +12,16 @@ import jax
 # The first pattern that is in the name counts, so longer names come first.
 _NAMES = (
     (r"\bT4\b|RTX 20\d\d|Quadro RTX", (7, 5)),
+    (r"GB10\b", (12, 1)),
     (r"GB300|B300", (10, 3)),
     (r"GB200|B200|B100", (10, 0)),
-    (r"GH200|H[128]00|H20\b", (9, 0)),
+    (r"GH200|H[128]00|H20Z?\b", (9, 0)),
     (r"RTX PRO \d+ Blackwell|RTX 50\d\d", (12, 0)),
+    (r"\bThor\b", (11, 0)),  # 10.1 before CUDA 13
+    (r"\bOrin\b", (8, 7)),
     (r"RTX \d+ Ada|RTX 40\d\d|\bL(4|20|40S?)\b", (8, 9)),
     (r"RTX A\d+|RTX 30\d\d|\bA(2|10G?|16|40)\b|\bA6000\b", (8, 6)),
-    (r"\bA(30|100|800)\b", (8, 0)),
+    (r"\bA(30X?|100X?|800)\b", (8, 0)),
     (r"\bV100\b|Titan V", (7, 0)),
 )
 

@@ -14,13 +14,21 @@ from types import ModuleType
 from typing import Any
 
 from pallas_kernels.devices import compute_capability, describe
-from pallas_kernels.formats import Format, Geometry
+from pallas_kernels.formats import ELEMENTS, SCALE_BYTES, Format, Geometry
 
 BACKENDS = ("jnp", "mosaic", "triton")
 OPERATIONS = ("encode", "reduce", "decode")
+_VALID = {
+    "operation": OPERATIONS,
+    "element": (*ELEMENTS, "none"),
+    "rotation": ("none", "hadamard", "signed_hadamard"),
+    "scale": (*SCALE_BYTES, "paper"),
+    "rounding": ("nearest", "stochastic"),
+}
 
 # Codecs that stay with the jnp reference on every device.
 NOTHING_TO_ENCODE = "codec 'none' sends the values as they are: there is nothing to encode"
+NO_NAN = "scale 'site' needs a code for a non-finite value, and element {!r} has none"
 PAPER = "codec 'taco_paper' is the paper to the letter, kept as a reference: it has no kernel by design"
 
 
@@ -43,16 +51,17 @@ class KernelSpec:
     element: str  # "e4m3", "int8", "e2m1", ...
     block: int  # elements that share one scale
     rotation: str  # "none", "hadamard", "signed_hadamard"
-    scale: str  # "ue5m3", "bfloat16", "e8m0", "float32", "site"
+    scale: str  # "ue5m3", "bfloat16", "e8m0", "float32", "site", "paper"
     dtype: str  # dtype of x: "bfloat16", "float16", "float32"
     elements: int
     rounding: str = "nearest"  # "nearest", "stochastic"
     geometry: Geometry | None = None
 
     def __post_init__(self):
-        if self.operation not in OPERATIONS:
-            hint = _did_you_mean(self.operation, OPERATIONS)
-            raise ValueError(f"KernelSpec.operation={self.operation!r} is unknown; {hint}")
+        for field, valid in _VALID.items():
+            value = getattr(self, field)
+            if value not in valid:
+                raise ValueError(f"KernelSpec.{field}={value!r} is unknown; {_did_you_mean(value, valid)}")
         if self.block < 1:
             raise ValueError(f"KernelSpec.block={self.block} must be at least 1; the presets use 32, 128 and 256")
         if self.elements < 0:
@@ -99,7 +108,7 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
             return name, "; ".join([reason.format(name), *obstacles])
         if obstacle not in obstacles:
             obstacles.append(obstacle)
-    return "jnp", "; ".join(obstacles) or reason
+    return "jnp", "; ".join(obstacles) or f"{reason}: the jnp reference runs"
 
 
 def load(name: str) -> ModuleType:
@@ -112,17 +121,17 @@ def load(name: str) -> ModuleType:
 def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
     """The kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
     if device.platform == "cpu":
-        return (), "CPU has no kernels: the jnp reference runs"
+        return (), "CPU has no kernels"
     if device.platform not in ("gpu", "cuda"):
-        return (), f"platform {device.platform!r} has no kernels: the jnp reference runs"
+        return (), f"platform {device.platform!r} has no kernels"
     capability = compute_capability(device)
     if capability is None:
-        return (), f"{describe(device)} is no NVIDIA GPU that is known here: the jnp reference runs"
+        return (), f"{describe(device)} is no NVIDIA GPU that is known here"
     if capability[0] == 9:
         return ("mosaic", "triton"), f"{describe(device)} runs {{}} kernels"
     if capability >= (8, 0):
         return ("triton",), f"{describe(device)} runs {{}} kernels"
-    return (), f"{describe(device)} is older than compute capability 8.0: the jnp reference runs"
+    return (), f"{describe(device)} is older than compute capability 8.0"
 
 
 def _unfit(candidates: tuple[str, ...], reason: str) -> str:
@@ -136,6 +145,8 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
         return NOTHING_TO_ENCODE
     if spec.scale == "paper":
         return PAPER
+    if spec.scale == "site" and ELEMENTS[spec.element][4] is None:
+        return NO_NAN.format(spec.element)
     if spec.elements == 0:
         return "there are no elements"
     package = importlib.util.find_spec(f"pallas_kernels.{backend}")

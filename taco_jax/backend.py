@@ -18,7 +18,9 @@ Dim letters: P messages (ranks), S elements of x, N elements of a message, M blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,19 @@ from taco_jax.compat import as_varying, varying_axes
 from taco_jax.plan import BACKENDS
 
 # Which implementation
+
+Choices = dict[tuple[str, str], list[tuple[str, str]]]  # (codec, operation) -> (implementation, reason), each once
+_choices: contextvars.ContextVar[Choices | None] = contextvars.ContextVar("taco_jax_choices", default=None)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Choices]:
+    """Collects what is chosen for the messages that are traced inside the block: what runs, not what might."""
+    token = _choices.set({})
+    try:
+        yield _choices.get()
+    finally:
+        _choices.reset(token)
 
 
 def to_format(codec: Codec, *, encodes: bool = True) -> Format:
@@ -69,13 +84,20 @@ def choose(
 
 def implementation(codec: Codec, operation: str, dtype, elements: int, backend="auto", geometry=None) -> str:
     """What runs an operation in the region that is being traced."""
-    return choose(
+    choice = choose(
         codec, region_device(), dtype, elements, operation=operation, backend=backend, geometry=geometry
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    recorded = _choices.get()
+    if recorded is not None and choice not in recorded.setdefault((codec.name, operation), []):
+        recorded[codec.name, operation].append(choice)
+    return choice[0]
 
 
 def check_backend(codec: str | Codec, device, dtype: str, backend: str) -> None:
-    """Raises KernelUnavailableError where a forced backend cannot run the codec on the device."""
+    """Raises KernelUnavailableError where a forced backend cannot run the codec on the device at all.
+
+    Whether it can also run the messages that there are (their size, the number of ranks) is known when they are traced.
+    """
     for operation in OPERATIONS if backend != "auto" else ():
         choose(codec, device, dtype, operation=operation, backend=backend)
 
@@ -244,5 +266,5 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
-    "encode", "implementation", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
+    "encode", "implementation", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
 ]  # fmt: skip

@@ -181,6 +181,18 @@ def select_devices(devices: str | None, *, deterministic: bool = False) -> None:
             sys.modules["jax"].config.update("jax_platforms", platform)
 
 
+def devices(name: str | None) -> list[Any]:
+    """jax.devices(), which starts the backend; ConfigError where `devices` names one that this machine has not."""
+    import jax
+
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # without a word where no plugin for the platform is installed
+        reason = " ".join(str(error).split())[:300] or "this jax has no such devices"
+        where = f"devices={name!r}" if name else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise ConfigError(f"{where}: cannot be used here ({reason}); try --devices cpu:8") from None
+
+
 def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:
     """Runs a program's main function: a ConfigError becomes one line on stderr and exit code 2."""
     try:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from taco_jax.models.config import ModelConfig
-from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS
+from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
@@ -261,7 +261,8 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         )
     _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
     chunks = config.compression.chunks
-    _require(chunks is None or chunks >= 1, config, "compression.chunks", "must be at least 1, or None for as tuned")
+    rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
+    _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)
     _require(config.stop_after is None or config.stop_after >= 1, config, "stop_after", "must be at least 1")
     _require(0 < config.data.validation_fraction < 1, config, "data.validation_fraction", "must be between 0 and 1")
     for key in (

@@ -17,7 +17,7 @@ import jax
 from pallas_kernels import OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
-from taco_jax.config import TrainConfig, to_dict
+from taco_jax.config import ConfigError, TrainConfig, to_dict
 from taco_jax.mesh import make_mesh
 
 GB = 1e9
@@ -62,24 +62,41 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     """The dry run's text: resolved config, memory per device with a verdict, the table of communication sites."""
     mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp) if mesh is None else mesh
     program = step_lib.build(config, mesh)
-    sections = [_config_text(config), _kernel_text(program), _memory_text(config, program), _site_text(program)]
-    return "\n\n".join(sections)
+    choices = trace(program)
+    kernels = _kernel_text(program, choices)
+    return "\n\n".join([_config_text(config), kernels, _memory_text(config, program), _site_text(program)])
+
+
+def trace(program: step_lib.Program) -> backend.Choices:
+    """Traces the step, which fills its site table. Returns what runs the codecs of its messages.
+
+    Raises:
+      ConfigError: a backend is forced that cannot run one of them.
+    """
+    try:
+        with backend.record() as choices:
+            program.table  # noqa: B018 (the property traces)
+    except backend.KernelUnavailableError as error:
+        raise ConfigError(f"compression: {error}") from error
+    return choices
 
 
 def _config_text(config: TrainConfig) -> str:
     return "config\n" + json.dumps(to_dict(config), indent=2)
 
 
-def _kernel_text(program: step_lib.Program) -> str:
+def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
     """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
-    device, config = program.mesh.devices.flat[0], program.config
+    device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
     for codec in program.codecs:
-        options = {"backend": config.compression.backend}
         by_choice: dict[tuple[str, str], list[str]] = {}
         for operation in OPERATIONS:
-            choice = backend.choose(codec, device, config.compute_dtype, operation=operation, **options)
-            by_choice.setdefault(choice, []).append(operation)
+            for choice in choices.get((codec, operation), ()):
+                by_choice.setdefault(choice, []).append(operation)
+        if not by_choice:
+            why = "it sends values as they are" if codec == "none" else "every message goes exactly"
+            lines.append(f"  {codec:12} jax.lax: {why}")
         for (name, reason), operations in by_choice.items():
             which = "" if len(by_choice) == 1 else f" ({', '.join(operations)})"
             lines.append(f"  {codec:12} {name}{which}: {reason}")

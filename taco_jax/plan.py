@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import operator
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec, check_choice
@@ -13,10 +14,25 @@ ALGORITHMS = ("auto", "one_shot", "two_shot")
 LINKS = ("auto", "nccl", "nvlink")
 BACKENDS = ("auto", "mosaic", "triton", "jnp")
 EXCHANGES = ("auto", "all_to_all", "ring")
+# Every chunk is a few collectives of its own in the program: thousands of them take minutes to compile and never pay.
+MAX_CHUNKS = 1024
 
 
-def check_transport(algorithm, link, backend, exchange, chunks) -> None:
-    """Raises ValueError for a way of sending that there is not, naming the key and what is valid."""
+def as_integer(key: str, value, rule: str) -> int:
+    """A Python int of any integer (numpy's too). Raises TypeError, naming the key, the value and the rule."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{key}={value!r}: is of type {type(value).__name__}; {rule}")
+
+
+def check_transport(algorithm, link, backend, exchange, chunks, min_bytes) -> tuple[int | None, int | None]:
+    """(chunks, min_bytes) as Python ints or None.
+
+    Raises ValueError or TypeError for a way of sending that there is not, naming the key and what is valid.
+    """
     for key, value, valid in (
         ("algorithm", algorithm, ALGORITHMS),
         ("link", link, LINKS),
@@ -26,8 +42,17 @@ def check_transport(algorithm, link, backend, exchange, chunks) -> None:
         check_choice(key, value, valid)
     if link == "nvlink":
         raise ValueError("link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'")
-    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
-        raise ValueError(f"chunks={chunks!r}: must be 1 or more, or None for the tuned number")
+    if chunks is not None:
+        rule = f"must be an integer from 1 to {MAX_CHUNKS}, or None for the tuned number"
+        chunks = as_integer("chunks", chunks, rule)
+        if not 1 <= chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks={chunks}: {rule}")
+    if min_bytes is not None:
+        rule = "must be an integer of 0 or more bytes, or None for the tuned value"
+        min_bytes = as_integer("min_bytes", min_bytes, rule)
+        if min_bytes < 0:
+            raise ValueError(f"min_bytes={min_bytes}: {rule}")
+    return chunks, min_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +66,9 @@ class Compression:
       link: nccl, nvlink (one-kernel collectives over peer memory), or auto.
       backend: what encodes and decodes: mosaic, triton (GPU kernels), jnp, or auto, which takes a kernel where there is
         one. A backend that is forced and cannot run raises `pallas_kernels.KernelUnavailableError` when it is traced.
-      chunks: pieces of a message that travel one after the other, so that encoding the next overlaps with sending
-        this one; the values are the same. None: the number tuned for the link, 1 where nothing was tuned.
+      chunks: pieces of a message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with
+        sending this one; the values are the same, but with scale="site" as long as the site is not calibrated (each
+        piece then has a scale of its own). None: the number tuned for the link, 1 where nothing was tuned.
       exchange: first hop of a reduction as one all_to_all, or as a ring of P-1 permutations; auto: as tuned.
     """
 
@@ -62,9 +88,11 @@ class Compression:
                     f"{key}={getattr(self, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or the "
                     "collectives of taco_jax with key="
                 )
-        check_transport(self.algorithm, self.link, self.backend, self.exchange, self.chunks)
-        if self.min_bytes is not None and self.min_bytes < 0:
-            raise ValueError(f"min_bytes={self.min_bytes}: must be 0 or more, or None for the tuned value")
+        chunks, min_bytes = check_transport(
+            self.algorithm, self.link, self.backend, self.exchange, self.chunks, self.min_bytes
+        )
+        object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "min_bytes", min_bytes)
 
     @property
     def is_exact(self) -> bool:

@@ -48,22 +48,23 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
       TrainingError: too many steps in a row were not finite.
     """
     # Imported here: errors in the settings then come before the seconds that these imports take.
+    from taco_jax import estimate
     from taco_jax.mesh import make_mesh
     from taco_jax.step import build
 
+    cli.devices(config.devices)
     try:
         mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if config.dry_run:
-        from taco_jax import estimate
-
         say(estimate.report(config, mesh))
         return None
     train_tokens, validation_tokens = data.open_data(config.data, config.model.vocab_size)
     batches = data.batches(config, train_tokens)
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
     program = build(config, mesh)
+    estimate.trace(program)  # raises what compiling it would, and is not done again
     # Nothing is written before this line: settings that cannot work leave no folder behind.
     for remark in open_workdir(config):
         say(f"changed since this workdir's first run: {remark}")
@@ -154,7 +155,6 @@ class Run:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
             say("compiling")
-        # Tracing the step, which takes seconds, records what it sends.
         self.comm_bytes, self.comm_bytes_bf16 = self.program.table.total("activation")
 
     def loop(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from taco_jax import cli
 from taco_jax.codec import CODECS, FLOAT_DTYPES
 from taco_jax.config import ConfigError, nearest
-from taco_jax.plan import BACKENDS, EXCHANGES
+from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS
 
 FACTOR = 4  # from one message size to the next
 TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
@@ -91,7 +91,8 @@ def check(config: TuneConfig) -> TuneConfig:
     for exchange in config.exchanges:
         require(exchange in EXCHANGES[1:], "exchanges", exchange, nearest(exchange, EXCHANGES[1:]))
     require(config.exchanges, "exchanges", (), "name at least one")
-    require(config.chunks and min(config.chunks) >= 1, "chunks", config.chunks, "must be numbers of at least 1")
+    fits = config.chunks and min(config.chunks) >= 1 and max(config.chunks) <= MAX_CHUNKS
+    require(fits, "chunks", config.chunks, f"must be numbers from 1 to {MAX_CHUNKS}")
     require(config.backend in BACKENDS, "backend", config.backend, nearest(config.backend, BACKENDS))
     require(config.dtype in FLOAT_DTYPES, "dtype", config.dtype, nearest(config.dtype, FLOAT_DTYPES))
     require(config.smallest >= 4, "smallest", config.smallest, "must be at least 4 bytes")
@@ -127,7 +128,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
 
     from taco_jax import backend, tuned
 
-    devices = jax.devices()
+    devices = cli.devices(config.devices)
     ranks = len(devices) if config.ranks is None else config.ranks
     if jax.process_count() > 1:
         raise ConfigError("tune runs in one process that drives all devices, this run has several")
@@ -136,7 +137,9 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     for codec in config.codecs:
         backend.check_backend(codec, devices[0], config.dtype, config.backend)
     file = Path(config.output) if config.output else tuned.path("gpu") or tuned.default_path()
-    tuned.read(file)  # raises now what it would raise at the end
+    # Raises now what it would raise at the end.
+    tuned.check_writable(file)
+    tuned.read(file)
     entry = tuned.entry_name(devices[0].device_kind, ranks)
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:ranks])
     print(f"{entry}; psum of {config.dtype}, medians of {config.repeats}", flush=True)

@@ -7,7 +7,8 @@ exchange. Read when a collective is traced.
 
 min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way at each measured
 size; a message takes that of the next smaller one. The file is ~/.cache/taco_jax/tuned.json, or the one that the
-environment variable TACO_JAX_TUNED names (an empty value: none). The CPU emulator reads only a file that is named so:
+environment variable TACO_JAX_TUNED names (an empty value: none). Any other key, and a codec that is no preset, is an
+error: it would never be read. The CPU emulator reads only a file that is named so:
 it compresses everything, so that what is trained there is what is asked for.
 """
 
@@ -17,11 +18,13 @@ import dataclasses
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels.devices import region_device
-from taco_jax.plan import EXCHANGES
+from taco_jax.codec import CODECS
+from taco_jax.plan import EXCHANGES, MAX_CHUNKS
 
 VARIABLE = "TACO_JAX_TUNED"
 # Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
@@ -29,8 +32,12 @@ DEFAULT_MIN_BYTES = 1 << 20
 NEVER = 1 << 62
 
 
+# The measurement keeps what it does not measure anew, so it reads the file as well.
+REMEDY = "repair it, or delete the file and run python -m taco_jax.tune"
+
+
 class TunedFileError(ValueError):
-    """The file of tuned values cannot be read. One line: file, key, rule."""
+    """The file of tuned values cannot be read or written. One line: file, key, rule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +91,11 @@ def read(file: Path) -> dict[str, dict[str, Tuned]]:
 def _read(file: Path, stamp: int) -> dict[str, dict[str, Tuned]]:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise TunedFileError(f"{file}: is no JSON file ({error}); delete it, or run python -m taco_jax.tune") from None
+    except OSError as error:
+        raise TunedFileError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise TunedFileError(f"{file}: is no JSON file ({reason}); {REMEDY}") from None
     return {
         name: {codec: _tuned(file, f"{name!r}: {codec}", value) for codec, value in _dict(file, name, codecs).items()}
         for name, codecs in _dict(file, "the file", content).items()
@@ -100,6 +110,9 @@ def _dict(file, key, value) -> dict:
 
 def _tuned(file, key, value) -> Tuned:
     fields = _dict(file, key, value)
+    name = key.rpartition(": ")[2]
+    if name not in CODECS or CODECS[name].exact:
+        _refuse(file, key, value, "must be a codec preset that compresses")
     unknown = sorted(fields.keys() ^ {"min_bytes", "best"})
     if unknown:
         _refuse(file, f"{key}.{unknown[0]}", fields.get(unknown[0]), "must have exactly the keys min_bytes and best")
@@ -111,9 +124,13 @@ def _tuned(file, key, value) -> Tuned:
     rows = []
     for i, row in enumerate(best):
         row = _dict(file, f"{key}.best[{i}]", row)
+        unknown = sorted(row.keys() - {"bytes", "chunks", "exchange"})
+        if unknown:
+            rule = "must have exactly the keys bytes, chunks and exchange"
+            _refuse(file, f"{key}.best[{i}].{unknown[0]}", row[unknown[0]], rule)
         for field, good, rule in (
             ("bytes", _is_count(row.get("bytes"), 0), "must be a number of bytes"),
-            ("chunks", _is_count(row.get("chunks"), 1), "must be 1 or more"),
+            ("chunks", _is_count(row.get("chunks"), 1, MAX_CHUNKS), f"must be a number from 1 to {MAX_CHUNKS}"),
             ("exchange", row.get("exchange") in EXCHANGES[1:], f"must be {' or '.join(EXCHANGES[1:])}"),
         ):
             if not good:
@@ -122,16 +139,31 @@ def _tuned(file, key, value) -> Tuned:
     return Tuned(least, tuple(sorted(rows)))
 
 
-def _is_count(value, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value, least: int, most: int = NEVER) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _refuse(file, key, value, rule: str):
-    raise TunedFileError(f"{file}: {key}={json.dumps(value)[:60]}: {rule}; run python -m taco_jax.tune again")
+    raise TunedFileError(f"{file}: {key}={json.dumps(value)[:60]}: {rule}; {REMEDY}")
+
+
+def check_writable(file: Path) -> None:
+    """Makes the file's folder; raises TunedFileError where `write` could not write into it. Changes nothing else."""
+    if file.is_dir():
+        raise TunedFileError(f"{file}: is a folder; name a file in it, for example {file / 'tuned.json'}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise TunedFileError(
+            f"{file}: cannot be written ({error.strerror}); name a file in a folder that can be made and written to"
+        ) from None
 
 
 def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
     """Puts one entry into the file; other entries, and this one's other codecs, stay."""
+    check_writable(file)
     content = read(file)
     content = content | {entry: content.get(entry, {}) | dict(codecs)}
     plain = {
@@ -144,7 +176,6 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
         }
         for name, by_codec in content.items()
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     # A reader sees the old file or the new one, never half of one.
     new = file.with_name(f"{file.name}.{os.getpid()}")
     new.write_text(json.dumps(plain, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """What the collectives refuse: other regions, other arguments, other shapes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -66,7 +67,10 @@ def test_axes_of_size_one_need_not_be_manual():
         ({"algorithm": "ring"}, ValueError, "algorithm='ring'"),
         ({"link": "nvlink"}, ValueError, "not built yet"),
         ({"link": "ib"}, ValueError, "link='ib'"),
-        ({"min_bytes": -1}, ValueError, "psum: min_bytes=-1"),
+        ({"min_bytes": -1}, ValueError, "psum: min_bytes=-1: must be an integer of 0 or more bytes"),
+        ({"min_bytes": "1"}, TypeError, "psum: min_bytes='1': is of type str; must be an integer of 0 or more"),
+        ({"min_bytes": 1.5}, TypeError, "psum: min_bytes=1.5: is of type float"),
+        ({"min_bytes": True}, TypeError, "psum: min_bytes=True: is of type bool"),
         ({"backend": "cuda"}, ValueError, "psum: backend='cuda' is unknown"),
         (
             {"backend": "mosaic"},
@@ -74,7 +78,14 @@ def test_axes_of_size_one_need_not_be_manual():
             "backend 'mosaic' cannot encode codec 'taco' on cpu: CPU",
         ),
         ({"exchange": "rings"}, ValueError, r"exchange='rings' is unknown: did you mean 'ring'\?"),
-        ({"chunks": 0}, ValueError, "psum: chunks=0: must be 1 or more"),
+        ({"chunks": 0}, ValueError, "psum: chunks=0: must be an integer from 1 to 1024, or None"),
+        ({"chunks": 1025}, ValueError, "psum: chunks=1025: must be an integer from 1 to 1024"),
+        ({"chunks": 2.0}, TypeError, "psum: chunks=2.0: is of type float; must be an integer from 1"),
+        ({"chunks": "2"}, TypeError, "psum: chunks='2': is of type str"),
+        ({"chunks": np.float32(2)}, TypeError, "psum: chunks=.*float32"),
+        ({"key": 5}, TypeError, r"psum: key=5: must be one key, of jax.random.key\(seed\)"),
+        ({"key": np.zeros(2)}, TypeError, r"psum: key=float64\[2\]: must be one key"),
+        ({"key": np.zeros((3, 2), np.uint32)}, TypeError, r"psum: key=uint32\[3, 2\]: must be one key"),
         ({"scales": taco_jax.SiteScales(None, np.zeros((2, 3), np.float32))}, ValueError, r"slot has shape \(2, 3\)"),
     ],
 )
@@ -83,6 +94,25 @@ def test_bad_arguments(options, error, message):
         per_rank(lambda x: taco_jax.psum(x, "tp", **{"codec": "taco", **options}), 2, invarying_out=True)(
             np.ones((2, 16), np.float32)
         )
+
+
+def test_a_batch_of_keys_is_refused():
+    for keys in (jax.random.split(jax.random.key(0), 2), jax.random.split(jax.random.PRNGKey(0), 2)):
+        with pytest.raises(TypeError, match=r"psum: key=.*\[2.*\]: must be one key"):
+            per_rank(lambda x, keys=keys: taco_jax.psum(x, "tp", codec="taco", key=keys), 2, invarying_out=True)(
+                np.ones((2, 16), np.float32)
+            )
+
+
+def test_numpy_integers_and_both_kinds_of_key_will_do():
+    x_P = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
+    codec = dataclasses.replace(taco_jax.CODECS["int8h"], rounding="stochastic")
+    run = lambda **kw: np.asarray(per_rank(lambda x: taco_jax.psum(x, "tp", codec=codec, **kw), 4)(x_P))
+    expected = run(key=jax.random.key(3), chunks=2, min_bytes=8)
+    for key in (jax.random.key(3), jax.random.PRNGKey(3), np.asarray(jax.random.PRNGKey(3))):
+        np.testing.assert_array_equal(run(key=key, chunks=np.int64(2), min_bytes=np.int32(8)), expected)
+    compression = taco_jax.Compression("taco", chunks=np.int64(2), min_bytes=np.uint8(8))
+    assert compression == taco_jax.Compression("taco", chunks=2, min_bytes=8) and type(compression.chunks) is int
 
 
 def test_bad_shapes():

@@ -139,7 +139,8 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"compression.link": "nvlnk"}, "compression.link='nvlnk': did you mean 'nvlink'?"),
         ({"compression.backend": "mosiac"}, "compression.backend='mosiac': did you mean 'mosaic'?"),
         ({"compression.exchange": "rings"}, "compression.exchange='rings': did you mean 'ring'?"),
-        ({"compression.chunks": 0}, "compression.chunks=0: must be at least 1, or None"),
+        ({"compression.chunks": 0}, "compression.chunks=0: must be from 1 to 1024, or None"),
+        ({"compression.chunks": 1025}, "compression.chunks=1025: must be from 1 to 1024, or None"),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (

@@ -6,8 +6,9 @@ import re
 import jax
 import pytest
 
+from pallas_kernels import OPERATIONS
 from taco_jax import backend, estimate, step, tuned
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.config import CompressionConfig, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.mesh import make_mesh
 
 CONFIG = TrainConfig(
@@ -48,14 +49,53 @@ def test_report_allocates_nothing_and_lists_every_site(program):
 
 
 def test_what_runs_the_codecs_is_one_line_where_it_is_one(program, monkeypatch):
-    text = estimate._kernel_text(program)
-    assert text.splitlines()[1:3] == [
-        f"  {c:12} jnp: CPU has no kernels: the jnp reference runs" for c in ("int8h", "taco")
+    text = lambda choices: estimate._kernel_text(program, choices).splitlines()[1:-2]
+    jnp, mosaic = ("jnp", "too many"), ("mosaic", "runs")
+    same = {(codec, operation): [mosaic] for codec in ("int8h", "taco") for operation in OPERATIONS}
+    assert text(same) == [f"  {c:12} mosaic: runs" for c in ("int8h", "taco")]
+    assert text(same | {("int8h", "reduce"): [jnp]}) == [
+        "  int8h        mosaic (encode, decode): runs",
+        "  int8h        jnp (reduce): too many",
+        "  taco         mosaic: runs",
     ]
-    choice = lambda spec, device, force: ("jnp", "too few") if spec.operation == "reduce" else ("mosaic", "runs")
+    # Messages of several sizes need not have the same kernels.
+    assert text(same | {("int8h", "decode"): [mosaic, jnp]})[:2] == [
+        "  int8h        mosaic (encode, reduce, decode): runs",
+        "  int8h        jnp (decode): too many",
+    ]
+    assert text({}) == [f"  {c:12} jax.lax: every message goes exactly" for c in ("int8h", "taco")]
+
+
+def report(**compression):
+    config = dataclasses.replace(CONFIG, compression=CompressionConfig("taco", "int8h", **compression))
+    return estimate.report(config, make_mesh(2, 1, 4))
+
+
+def test_what_is_printed_is_what_the_messages_of_the_step_get(monkeypatch):
+    """A choice may depend on the number of ranks and on sizes: it is asked for each message, as it is traced."""
+    asked = []
+
+    def choice(spec, device, force=None):
+        asked.append(spec)
+        return "jnp", f"{spec.operation} over {spec.geometry.messages if spec.geometry else 'unknown'} ranks"
+
     monkeypatch.setattr(backend, "choose_kernel", choice)
-    lines = estimate._kernel_text(program).splitlines()
-    assert lines[1:3] == ["  int8h        mosaic (encode, decode): runs", "  int8h        jnp (reduce): too few"]
+    text = report()
+    assert "  taco         jnp (reduce): reduce over 4 ranks" in text and "unknown" not in text
+    assert all(spec.geometry for spec in asked)
+    asked.clear()
+    assert "  taco         jax.lax: every message goes exactly" in report(min_bytes=1 << 40) and not asked
+
+
+def test_a_backend_that_cannot_run_a_message_is_an_error_of_the_config(monkeypatch):
+    def choice(spec, device, force=None):
+        if spec.geometry is not None and spec.operation == "reduce":
+            raise backend.KernelUnavailableError("4 ranks are too many")
+        return "jnp", "a test"
+
+    monkeypatch.setattr(backend, "choose_kernel", choice)
+    with pytest.raises(ConfigError, match="compression: 4 ranks are too many"):
+        report()
 
 
 def test_from_what_size_messages_are_compressed(program, monkeypatch, tmp_path):

@@ -78,14 +78,21 @@ def test_compression_is_a_hashable_value():
         ({"link": "nvlink"}, "link='nvlink': one-kernel NVLink collectives are not built yet"),
         ({"backend": "mosiac"}, r"backend='mosiac' is unknown: did you mean 'mosaic'\?"),
         ({"exchange": "all2all"}, "exchange='all2all' is unknown"),
-        ({"chunks": 0}, "chunks=0: must be 1 or more, or None"),
-        ({"chunks": True}, "chunks=True: must be 1 or more"),
-        ({"min_bytes": -1}, "min_bytes=-1: must be 0 or more"),
+        ({"chunks": 0}, "chunks=0: must be an integer from 1 to 1024, or None"),
+        ({"chunks": 1025}, "chunks=1025: must be an integer from 1 to 1024"),
+        ({"min_bytes": -1}, "min_bytes=-1: must be an integer of 0 or more"),
         ({"backward": Codec("int8", rounding="stochastic")}, "a layer has no key for rounding='stochastic'"),
     ],
 )
 def test_bad_values(arguments, message):
     with pytest.raises(ValueError, match=message):
+        Compression(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"chunks": True}, {"chunks": 2.0}, {"min_bytes": 1.5}, {"min_bytes": "1"}])
+def test_counts_are_integers(arguments):
+    ((key, value),) = arguments.items()
+    with pytest.raises(TypeError, match=f"{key}={value!r}: is of type {type(value).__name__}; must be an integer"):
         Compression(**arguments)
 
 

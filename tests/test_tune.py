@@ -91,7 +91,8 @@ def test_sizes():
         (["--codecs", "none"], "codecs='none': no such codec preset"),
         (["--codec", "taco"], "unknown option --codec; did you mean --codecs?"),
         (["--exchanges", "rings"], "exchanges='rings': did you mean 'ring'?"),
-        (["--chunks", "0"], "chunks=(0,): must be numbers of at least 1"),
+        (["--chunks", "0"], "chunks=(0,): must be numbers from 1 to 1024"),
+        (["--chunks", "1", "2000"], "chunks=(1, 2000): must be numbers from 1 to 1024"),
         (["--backend", "jax"], "backend='jax'"),
         (["--dtype", "int8"], "dtype='int8'"),
         (["--smallest", "abc"], "--smallest: invalid literal"),
@@ -113,6 +114,22 @@ def test_a_bad_file_is_found_before_anything_is_measured(tmp_path, capsys):
     file.write_text(json.dumps({"a": {"taco": {}}}))
     assert cli.run(tune.main, ["--output", str(file)]) == 2
     assert f"{file}: 'a': taco.best=null: must have exactly the keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output,message", [(".", "is a folder; name a file in it"), ("file/tuned.json", "cannot be ")])
+def test_the_output_is_checked_before_anything_is_measured(output, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "_best", lambda *_: pytest.fail("it measured"))
+    (tmp_path / "file").write_text("kept")
+    assert cli.run(tune.main, ["--output", str(tmp_path / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("program", ["taco_jax.tune", "taco_jax.train"])
+def test_devices_that_are_not_there_are_one_line(program, run_python):
+    run = run_python(["-m", program, "--devices", "gpu"], devices=None, env={"CUDA_VISIBLE_DEVICES": ""}, check=2)
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: devices='gpu': cannot be used here (")
 
 
 def test_the_command(run_python, tmp_path):

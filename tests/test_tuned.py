@@ -131,8 +131,19 @@ def entry(**changes):
         (json.dumps({"a": {"taco": entry(more=1)}}), "'a': taco.more=1: must have exactly the keys"),
         (
             json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 0, "exchange": "ring"}])}}),
-            "taco.best[0].chunks=0: must be 1 or more",
+            "taco.best[0].chunks=0: must be a number from 1 to 1024",
         ),
+        (
+            json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 10**8, "exchange": "ring"}])}}),
+            "taco.best[0].chunks=100000000: must be a number from 1 to 1024",
+        ),
+        (
+            json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 1, "exchange": "ring", "x": 2}])}}),
+            "taco.best[0].x=2: must have exactly the keys bytes, chunks and exchange",
+        ),
+        (json.dumps({"a": {"tacoo": entry()}}), "'a': tacoo={\"min_bytes\": 1"),
+        (json.dumps({"a": {"none": entry()}}), "must be a codec preset that compresses; repair it, or delete the file"),
+        ("[" * 100000, "is no JSON file (nested too deeply); repair it, or delete the file and run python -m"),
         (
             json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 1, "exchange": "auto"}])}}),
             'taco.best[0].exchange="auto": must be all_to_all or ring',
@@ -147,8 +158,17 @@ def test_a_bad_file_names_itself_and_the_key(text, message, file):
     assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_where_no_file_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TunedFileError, match=r"is a folder; name a file in it, for example .*/tuned.json"):
+        tuned.check_writable(tmp_path)
+    with pytest.raises(TunedFileError, match="cannot be written .*; name a file in a folder that can be made"):
+        tuned.write(tmp_path / "file" / "tuned.json", NAME, {"taco": TACO})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(TunedFileError, match="cannot be read|is no JSON file"):
+    with pytest.raises(TunedFileError, match="cannot be read"):
         tuned.read(tmp_path)
 
 

@@ -70,10 +70,6 @@ class Tiling:
         return self.fmt.wire_bytes(self.geometry.per_message)
 
     @property
-    def wire_bytes(self) -> int:
-        return self.message_bytes * self.geometry.messages
-
-    @property
     def chunk(self) -> int:
         """Columns of the register arrays that a row is held in: a block, or a half of one of 256."""
         return min(self.fmt.block, 128)

@@ -7,8 +7,9 @@ Common arguments (besides those of the jax.lax function of the same name):
   min_bytes: messages below this many bytes are jax.lax's own program. Default 0; None: as tuned for codec and link.
   backend: what encodes and decodes: auto (a GPU kernel where there is one), mosaic, triton, jnp. One that is forced and
     cannot run raises pallas_kernels.KernelUnavailableError.
-  chunks: pieces of the message that travel one after the other, so that encoding the next overlaps with sending this
-    one. With rounding to nearest the values are those of one piece. Default 1; None: as tuned.
+  chunks: pieces of the message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with
+    sending this one. The values are those of one piece, with two exceptions: stochastic rounding draws other noise, and
+    with scale="site" and no calibrated exponent each piece has a scale of its own. Default 1; None: as tuned.
   exchange: all_to_all, ring (P-1 permutations), or auto (as tuned, else all_to_all), where a message starts by sending
     another wire to every rank (two-shot, psum_scatter, all_to_all); the values are the same.
   key: for stochastic rounding; a new one for each call.
@@ -16,7 +17,7 @@ Trees are mapped over; integer and bool arrays go through exactly. bfloat16, flo
 and shape. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
 
 Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
-float dtypes.
+float dtypes, for counts that are no integers and keys that are none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from taco_jax import sites
 from taco_jax.collectives.differentiable import Operation, apply
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.options import Options, check_options
-from taco_jax.collectives.region import AxisName, axis_tuple, to_varying
+from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.compat import varying_axes
 
 
@@ -123,13 +124,14 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
              backend="auto", chunks=1, exchange="auto", key=None, site="ppermute"):  # fmt: skip
     """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does.
 
-    Backward: the inverse permutation, compressed.
+    Over several axes ranks count as jax.lax.axis_index(axis_name) does, in the order of the tuple (jax.lax.ppermute's
+    own order depends on the version of jax). Backward: the inverse permutation, compressed.
     """
     perm = tuple((int(s), int(d)) for s, d in perm)
 
     def one(x, site):
         if not _is_float(x):
-            return _exact(site, "ppermute", axis_name, x, lambda: lax.ppermute(x, axis_name, perm))
+            return _exact(site, "ppermute", axis_name, x, lambda: permute(x, axis_name, perm))
         return _call("ppermute", x, site, options, perm=perm)
 
     options = check_options("ppermute", axis_name, codec, backward_codec, scales, key, None, link,
@@ -181,13 +183,10 @@ def _call(name, x, site, options: Options, **own):
         options.message(codec, nbytes, Label(site, direction, calls))
         for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
     )
-    key = options.key
-    if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(jnp.asarray(key))  # of jax.random.PRNGKey
     operation = Operation(name, forward, backward, **own)
     if x.size == 0:
         return _nothing(operation, x)
-    return apply(operation, x, options.scales.exponents, options.scales.slot, key)
+    return apply(operation, x, options.scales.exponents, options.scales.slot, options.key)
 
 
 def _nothing(operation, x):

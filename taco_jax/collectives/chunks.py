@@ -1,8 +1,9 @@
 """How a message is cut: into one share for each rank, and the shares into chunks that travel one after the other.
 
-A chunk is the same piece of every rank's share, so each element has the owner that it has in one piece, and the values
-are the same for any number of chunks. Chunks depend on nothing of each other: XLA can encode the next one while this
-one travels.
+A chunk is the same piece of every rank's share, so each element has the owner and the block that it has in one piece,
+and the values are the same for any number of chunks. Two codecs are exceptions: stochastic rounding draws noise by
+chunk, and scale="site" without a calibrated exponent takes one scale for each message, so for each chunk. Chunks depend
+on nothing of each other: XLA can encode the next one while this one travels.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from taco_jax import sites
 from taco_jax.collectives import move, one_shot, two_shot
 from taco_jax.collectives.message import Message
-from taco_jax.collectives.region import to_varying
+from taco_jax.collectives.region import permute, to_varying
 from taco_jax.compat import varying_axes
 
 # Saving these by a remat policy keeps a checkpointed layer from repeating its forward communication in the backward
@@ -143,7 +143,7 @@ def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[
         return _all_to_all(op, message, x, exponent, key)
     if message.codec.exact or message.ranks == 1:
         _record_exact("ppermute", message, x, x.size)
-        return lax.ppermute(to_varying(x, message.axis), message.axis, op.perm), None
+        return permute(to_varying(x, message.axis), message.axis, op.perm), None
     return move.ppermute(message, x, exponent, key, op.perm)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax.collectives.message import Hops, Message
+from taco_jax.collectives.region import permute
 
 
 def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
@@ -35,7 +36,7 @@ def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:
     received = [row(rank)]
     for step in range(1, p):
         perm = [(r, (r + step) % p) for r in range(p)]
-        received.append(lax.ppermute(row((rank + step) % p), message.axis, perm))
+        received.append(permute(row((rank + step) % p), message.axis, perm))
     # What arrived in step s came from rank - s.
     steps = (rank - jnp.arange(p)) % p
     return jnp.take(jnp.stack(received), steps, axis=0), [("collective-permute", w)] * (p - 1)

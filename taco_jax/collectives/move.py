@@ -11,7 +11,7 @@ from taco_jax.backend import Geometry
 from taco_jax.collectives.chunks import cut
 from taco_jax.collectives.exchange import after, swap
 from taco_jax.collectives.message import Hops, Message, merge
-from taco_jax.collectives.region import to_varying
+from taco_jax.collectives.region import permute, to_varying
 
 
 def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +41,7 @@ def ppermute(message: Message, x: jax.Array, exponent, key, perm) -> tuple[jax.A
     """x of the source rank; zeros on ranks that nobody sends to, as in jax.lax."""
 
     def send(wires):
-        received = lax.ppermute(wires, message.axis, perm)
+        received = permute(wires, message.axis, perm)
         return received, [("collective-permute", received.size)]
 
     x_1N = to_varying(x, message.axis).reshape(1, -1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from taco_jax import tuned
@@ -57,14 +59,27 @@ def check_options(entry, axis, codec, backward_codec, scales, key, groups, link,
             raise TypeError(f"{entry}: codec={c!r} must be a preset name or a Codec")
     codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec)
     try:
-        check_transport(algorithm, link, backend, exchange, chunks)
-    except ValueError as error:
-        raise ValueError(f"{entry}: {error}") from None
-    if min_bytes is not None and min_bytes < 0:
-        raise ValueError(f"{entry}: min_bytes={min_bytes}: must be 0 or more bytes, or None for the tuned value")
+        chunks, min_bytes = check_transport(algorithm, link, backend, exchange, chunks, min_bytes)
+        key = _typed_key(key)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{entry}: {error}") from None
     if scales is not None and scales.slot is not None and scales.slot.shape not in ((2, 1), (2, STATS_WIDTH)):
         raise ValueError(
             f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics"
         )
     check_region(axis_tuple(axis) if not isinstance(axis, str) else axis, entry)
     return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, key)
+
+
+def _typed_key(key):
+    """A typed key of a jax.random.key or of a jax.random.PRNGKey's raw words; None stays None."""
+    if key is None:
+        return None
+    if isinstance(key, jax.Array | np.ndarray) and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0)).shape
+        if key.dtype == np.uint32 and key.shape == words:
+            return jax.random.wrap_key_data(jnp.asarray(key))
+    elif isinstance(key, jax.Array) and key.shape == ():
+        return key
+    given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+    raise TypeError(f"key={given}: must be one key, of jax.random.key(seed) or an element of jax.random.split's result")

@@ -7,7 +7,10 @@ passes; in a partly manual region XLA gathers the operand over the other axes fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 from jax import lax
 
 from taco_jax.compat import as_varying, varying_axes
@@ -52,3 +55,18 @@ def check_region(axis: AxisName, entry: str) -> None:
 def to_varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
     """x typed varying over `axes` too; a no-op where it is already. Its transpose is a psum over the added axes."""
     return as_varying(x, axis_tuple(axes) if isinstance(axes, str | tuple) else axes)
+
+
+def permute(x: jax.Array, axis: AxisName, perm: Sequence[tuple[int, int]]) -> jax.Array:
+    """lax.ppermute in which ranks count as lax.axis_index(axis) does, whatever the order of a tuple of axes.
+
+    Every other collective follows the tuple; lax.ppermute follows the mesh (jax 0.10, silently) or refuses a tuple in
+    another order (0.11 and newer).
+    """
+    axes = axis_tuple(axis)
+    in_mesh = tuple(sorted(axes, key=jax.sharding.get_abstract_mesh().axis_names.index))
+    if in_mesh != axes:
+        place = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in in_mesh])
+        place = place.transpose([in_mesh.index(a) for a in axes]).ravel().tolist()
+        perm = [(place[s], place[d]) for s, d in perm]
+    return lax.ppermute(x, in_mesh if len(axes) > 1 else axes[0], perm)

@@ -121,6 +121,7 @@ def test_choose_on_the_device_of_this_machine():
         ({"codec_name": "none", "element": "none"}, "nothing to encode"),
         ({"codec_name": "taco_paper", "scale": "paper"}, "no kernel by design"),
         ({"elements": 0}, "no elements"),
+        ({"element": "e2m1", "scale": "site"}, "element 'e2m1' has none"),
     ],
 )
 def test_what_stays_with_jnp(fields, reason, built):
@@ -144,6 +145,7 @@ def test_a_forced_backend_that_cannot_run_raises_with_the_reason(force, target, 
     with pytest.raises(KernelUnavailableError, match=reason) as caught:
         choose(TACO, target, force=force)
     assert "'jnp'" in str(caught.value) and "\n" not in str(caught.value)  # what would work
+    assert "the jnp reference runs" not in str(caught.value)  # nothing does
 
 
 def test_a_forced_backend_that_can_run(built):
@@ -162,8 +164,15 @@ def test_unknown_names_are_errors_that_name_the_nearest():
         choose(TACO, HOPPER, force="mosiac")
     with pytest.raises(ValueError, match="did you mean 'triton'"):
         load("tritn")
-    with pytest.raises(ValueError, match="did you mean 'encode'"):
-        dataclasses.replace(TACO, operation="encod")
+    for field, value, near in (
+        ("operation", "encod", "encode"),
+        ("element", "e4m9", "e4m3"),
+        ("rotation", "hadamrd", "hadamard"),
+        ("scale", "bf16", "bfloat16"),
+        ("rounding", "stochastc", "stochastic"),
+    ):
+        with pytest.raises(ValueError, match=f"KernelSpec.{field}='{value}' is unknown; did you mean '{near}'"):
+            dataclasses.replace(TACO, **{field: value})
     with pytest.raises(ValueError, match="block=0"):
         dataclasses.replace(TACO, block=0)
     with pytest.raises(ValueError, match="elements=-1"):
@@ -177,7 +186,9 @@ CAPABILITIES = {
     "NVIDIA A10": (8, 6), "NVIDIA A10G": (8, 6), "NVIDIA A40": (8, 6), "NVIDIA RTX A6000": (8, 6),
     "NVIDIA GeForce RTX 3090": (8, 6), "NVIDIA L4": (8, 9), "NVIDIA L40": (8, 9), "NVIDIA L40S": (8, 9),
     "NVIDIA GeForce RTX 4090": (8, 9), "NVIDIA RTX 6000 Ada Generation": (8, 9), "Tesla V100-SXM2-16GB": (7, 0),
-    "Tesla T4": (7, 5), "NVIDIA GeForce RTX 5090": (12, 0), "AMD Instinct MI300X": None, "cpu": None,
+    "Tesla T4": (7, 5), "NVIDIA GeForce RTX 5090": (12, 0), "NVIDIA GB10": (12, 1), "NVIDIA A100X": (8, 0),
+    "NVIDIA A30X": (8, 0), "NVIDIA Thor": (11, 0), "NVIDIA H20Z": (9, 0), "NVIDIA GB300": (10, 3),
+    "NVIDIA Orin": (8, 7), "AMD Instinct MI300X": None, "cpu": None,
 }  # fmt: skip
 
 

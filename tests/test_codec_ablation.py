@@ -1,0 +1,111 @@
+"""The study of codecs: each table row is of its own runs, whatever else lies in the folder."""
+
+import json
+import subprocess
+
+import pytest
+
+from taco_jax import cli
+
+LOSSES = {
+    "none": 3.0, "taco": 3.003, "e4m3": 3.01, "e5m2": 3.02, "int8h": 3.05, "int6h": 3.1, "int5h": 3.3, "int4h": 3.6,
+    "int6h:none": 3.2, "none:int6h": 3.9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def study(monkeypatch, repository):
+    monkeypatch.syspath_prepend(repository / "experiments")
+    import codec_ablation
+
+    monkeypatch.setattr(codec_ablation.runs, "hardware", lambda: "a test")
+    return codec_ablation
+
+
+def metrics(loss):
+    numbers = {"tokens_per_second": 1.0, "comm_bytes": 1, "comm_bytes_bf16": 2, "step_seconds": 1.0}
+    return json.dumps({"step": 1, "validation_loss": loss} | numbers) + "\n"
+
+
+def put(study, out, codec, seed, loss):
+    (out / study.name_of("gpt2_124m", codec, seed)).write_text(metrics(loss))
+
+
+def summary(out):
+    return json.loads((out / "summary.json").read_text())["gpt2_124m"]
+
+
+def test_no_codec_takes_the_runs_of_another(study, tmp_path):
+    for seed in ("0", "12"):
+        for codec, loss in LOSSES.items():
+            put(study, tmp_path, codec, seed, loss + int(seed))
+    assert set(LOSSES) == set(study.CODECS.split(","))
+    assert len(list(tmp_path.iterdir())) == 2 * len(LOSSES)
+    for other in ("gpt2_124m-none-int6h-0", "gpt2_124m-none", "gpt2_124m-none-0-copy", "gpt2_124mm-none-1"):
+        (tmp_path / f"{other}.jsonl").write_text(metrics(99.0))
+    assert cli.run(study.main, ["--out", str(tmp_path), "--report"]) == 0
+    found = summary(tmp_path)
+    assert list(found) == study.CODECS.split(",")
+    assert {c: r["seeds"] for c, r in found.items()} == {c: {"0": x, "12": x + 12} for c, x in LOSSES.items()}
+    assert "| none:int6h | 2.00 |" in (tmp_path / "README.md").read_text()
+
+
+def test_the_report_is_of_all_that_is_there(study, tmp_path):
+    for codec in ("mxfp4", "none", "taco_paper:none", "int8h"):
+        put(study, tmp_path, codec, "0", 3.0)
+    assert cli.run(study.main, ["--out", str(tmp_path), "--report", "--codecs", "int8h"]) == 0
+    assert list(summary(tmp_path)) == ["none", "int8h", "mxfp4", "taco_paper:none"]
+
+
+def test_codecs_are_paired_by_the_seeds_that_both_have(study, tmp_path):
+    put(study, tmp_path, "none", "0", 3.0)
+    for codec, seed, loss in (("taco", "0", 3.03), ("taco", "1", 9.0), ("int8h", "1", 4.0)):
+        put(study, tmp_path, codec, seed, loss)
+    assert cli.run(study.main, ["--out", str(tmp_path), "--report"]) == 0
+    found = summary(tmp_path)
+    assert found["taco"]["difference"] == pytest.approx(0.01) and found["taco"]["seeds"] == {"0": 3.03}
+    assert found["int8h"]["difference"] is None and found["int8h"]["mean"] == 4.0
+    text = (tmp_path / "README.md").read_text()
+    assert "| +1.00% | no | 1 of 2 |" in text and "| int8h | 2.00 | 4.0000 | 0.0000 | | | 0 of 1 |" in text
+
+
+def test_runs_go_on_after_one_that_fails_and_are_kept(study, tmp_path, monkeypatch):
+    tokens, out, asked = tmp_path / "tokens", tmp_path / "out", []
+    tokens.mkdir()
+    (tokens / "train.bin").write_bytes(bytes(2 * (64 * 1024 * 3 + 1)))
+    (tokens / "val.bin").write_bytes(bytes(2))
+
+    def train(config, workdir, flags, timeout):
+        asked.append((flags[1], flags[flags.index("--seed") + 1], flags[flags.index("--steps") + 1], timeout))
+        if flags[1] == "int8h":
+            raise subprocess.TimeoutExpired("train", timeout)
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").write_text(metrics(3.0))
+
+    monkeypatch.setattr(study.runs, "train", train)
+    arguments = ["--out", str(out), "--tokens", str(tokens), "--codecs", "int8h,taco,none", "--seeds", "0,1"]
+    assert cli.run(study.main, [*arguments, "--timeout", "7"]) == 1
+    assert asked == [(codec, seed, "3", 7.0) for seed in "01" for codec in ("int8h", "taco", "none")]
+    assert list(summary(out)) == ["none", "taco"]
+    asked.clear()
+    assert cli.run(study.main, arguments) == 1
+    assert asked == [("int8h", "0", "3", None), ("int8h", "1", "3", None)]  # the others are there; no limit
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--codecs", "tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
+        (["--codecs", "int6h:nonee"], "--codecs='nonee': did you mean 'none'?"),
+        (["--codecs", ""], "--codecs='': name at least one"),
+        (["--seeds", "a"], "--seeds=a: must be integers of at least 0, separated by commas"),
+        (["--steps", "0"], "--steps=0: must be above 0"),
+        (["--report"], "has no finished run of codec none to compare with"),
+        ([], "--tokens=None: needed: a folder with train.bin and val.bin"),
+        (["--tokens", "nowhere"], "--tokens=nowhere/train.bin: no such file; tokenize_corpus.py makes one"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(study, arguments, message, tmp_path, capsys):
+    assert cli.run(study.main, ["--out", str(tmp_path / "out"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line and not (tmp_path / "out").exists()
