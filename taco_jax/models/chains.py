@@ -8,9 +8,9 @@ With two chains, attention A and mlp M, and the sums over the ranks below the pr
     product   A0    A1    M0    M1         |   A0 of the next layer
     message         A0    A1    M0    M1   |
 
-The last message of a layer has nothing beside it: a loop's body ends with it. With n chains that is one of 2n. A message
-in two hops shares its products among them, and today's XLA leaves the first hop without. In the backward pass there are
-products of weight gradients and of remat for all.
+The last message of a layer has nothing beside it: a loop's body ends with it. With n chains that is one of 2n. A
+message in two hops shares its products among them, and today's XLA leaves most first hops without. In the backward
+pass there are products of weight gradients and of remat for all.
 
 Dims: B batch, L length, D model.
 """
