@@ -201,6 +201,8 @@ class TrainConfig:
     """Keep activations between layers cut along the sequence (psum_scatter and all_gather instead of all-reduces)."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
+    chains: int = 1
+    """Parts of a microbatch that go through each layer side by side: one sends while another computes; 1 is off."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None lets the model choose."""
     attention_implementation: str | None = None
@@ -223,6 +225,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         "steps",
         "global_batch",
         "accumulation",
+        "chains",
         "mesh.dp",
         "mesh.pp",
         "mesh.tp",
@@ -322,6 +325,18 @@ def _check_batch(config: TrainConfig) -> None:
             f"global_batch={config.global_batch}: mesh.dp={config.mesh.dp} x accumulation="
             f"{config.accumulation} must divide it; try {near}"
         )
+    sequences = config.global_batch // parts
+    if sequences % config.chains:
+        tries = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        raise ConfigError(
+            f"chains={config.chains}: must divide the {sequences} sequences of a device's microbatch (global_batch / "
+            f"(mesh.dp x accumulation)); try {_or(tries)}"
+        )
+
+
+def _or(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _check_model(config: TrainConfig) -> None:

@@ -13,6 +13,7 @@ Dim letters: S any stack of sites (layers), H history, K width of a slot.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,29 @@ def update_scale_state(state: ScaleState, amax: jax.Array, keep_going: jax.Array
     history = jnp.where(valid[..., None], rolled, state.history)
     exponents = jnp.where(valid, ceil_log2(jnp.maximum(history.max(-1), 2.0**-126)), state.exponents)
     return ScaleState(exponents.astype(jnp.int32), history)
+
+
+def merge_uses(measures: jax.Array) -> jax.Array:
+    """Measures [N, ..., 2, K] of N uses as one: the largest scale, summed statistics."""
+    return jnp.concatenate([largest_magnitude(measures[..., :1], 0), measures[..., 1:].sum(0)], axis=-1)
+
+
+def fork(scales: SiteScales | None, uses: int) -> list[SiteScales | None]:
+    """The scales of one site for each of several uses of it.
+
+    The cotangent of `scales.slot` is the uses' measures, merged; handed to all of them as it is, it would be their sum.
+    """
+    if uses == 1 or scales is None or scales.slot is None:
+        return [scales] * uses
+    return [SiteScales(scales.exponents, slot) for slot in _fork(uses, scales.slot)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fork(uses: int, slot: jax.Array) -> list[jax.Array]:
+    return [slot] * uses
+
+
+_fork.defvjp(lambda uses, slot: (_fork(uses, slot), None), lambda uses, _, cts: (merge_uses(jnp.stack(cts)),))
 
 
 def update_scales(state: Any, grads: Any) -> Any:

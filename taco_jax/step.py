@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -22,15 +23,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import backend, optim, sites, tuned
-from taco_jax.block_scale import largest_magnitude
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.config import ConfigError, TrainConfig, codec_pair
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder
 from taco_jax.models.parallel import Parallel
 from taco_jax.plan import Compression, Plan
-from taco_jax.scales import SiteScales, new_scale_state, update_scale_state
+from taco_jax.scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.tensor_parallel import to_varying
+
+# The sizes up to which XLA merges products of one matrix, and collectives. Every jax from 0.10.2 to 0.12 knows them.
+MERGERS = (
+    "xla_gpu_dot_merger_threshold_mb",
+    "xla_gpu_all_reduce_combine_threshold_bytes",
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes",
+)
 
 
 @jax.tree_util.register_dataclass
@@ -81,6 +89,7 @@ class Program:
             plan=resolve_plan(config),
             sequence_parallel=config.sequence_parallel,
             remat=config.remat,
+            chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
             loss_chunk=config.loss_chunk,
@@ -188,7 +197,14 @@ class Program:
 
     def _compile(self, with_stats: bool):
         lowered = self._jitted(True).lower(self.state_shapes, self.batch_shapes) if with_stats else self.lowered
-        return lowered.compile()
+        return lowered.compile(compiler_options=self._compiler_options)
+
+    @property
+    def _compiler_options(self) -> dict[str, int] | None:
+        """For XLA on GPUs: chains keep their own products and messages. XLA_FLAGS have the last word."""
+        if self.config.chains == 1 or self.mesh.devices.flat[0].platform == "cpu":
+            return None
+        return {name: 0 for name in MERGERS if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
 
     @functools.cached_property
     def eval_step(self):
@@ -248,7 +264,7 @@ class Program:
                 tokens_ABL = tokens_BL.reshape(config.accumulation, -1, tokens_BL.shape[-1])
                 with sites.repeat(config.accumulation):
                     (total, grads), measures = lax.scan(microbatch, zeros, tokens_ABL)
-                measures = jax.tree.map(_merge_uses, measures)
+                measures = jax.tree.map(merge_uses, measures)
             return _dp_sum("dp/loss", total), _dp_sum("dp/grads", grads), _over_devices(measures)
 
         run = jax.shard_map(
@@ -344,11 +360,6 @@ def _dp_sum(site: str, tree):
     size = sum(leaf.size for leaf in jax.tree.leaves(tree))
     sites.exact(site, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
     return lax.psum(tree, "dp")
-
-
-def _merge_uses(measures):
-    """Measures [A, ..., 2, K] of the microbatches as one: the largest scale, summed statistics."""
-    return jnp.concatenate([largest_magnitude(measures[..., :1], 0), measures[..., 1:].sum(0)], axis=-1)
 
 
 def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -42,6 +42,7 @@ class Run:
     sequence_parallel: bool = False
     remat: str = "none"
     dtype: type = jnp.float32
+    chains: int = 1
     loss_chunk: int | None = 20
     batch: int = 2
     length: int = 16
@@ -57,7 +58,7 @@ class Run:
         plan = Plan({"*": compression}).resolve(decoder.site_names(self.config, self.tp))
         return Parallel(
             plan=plan, sequence_parallel=self.sequence_parallel, remat=self.remat, dtype=self.dtype,
-            loss_chunk=self.loss_chunk,
+            chains=self.chains, loss_chunk=self.loss_chunk,
         )  # fmt: skip
 
     def params(self, seed: int = 0):

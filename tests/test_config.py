@@ -146,6 +146,13 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             {"global_batch": 30, "mesh.dp": 2, "accumulation": 4},
             "global_batch=30: mesh.dp=2 x accumulation=4 must divide",
         ),
+        ({"chains": 0}, "chains=0: must be at least 1"),
+        (
+            {"global_batch": 24, "mesh.dp": 2, "accumulation": 2, "chains": 4},
+            "chains=4: must divide the 6 sequences of a device's microbatch (global_batch / (mesh.dp x accumulation)); "
+            "try 1, 2, 3 or 6",
+        ),
+        ({"global_batch": 1, "chains": 2}, "chains=2: must divide the 1 sequences"),
         ({"data.sequence_length": 250, "sequence_parallel": True, "mesh.tp": 4}, "try 248"),
         ({"model.positions": "learned", "model.max_length": 128}, "data.sequence_length=256: the model has learned"),
         ({"optimizer.clip_norm": 0.0}, "optimizer.clip_norm=0.0"),

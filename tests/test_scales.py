@@ -11,7 +11,7 @@ from shards import per_rank
 import taco_jax
 from taco_jax import UNCALIBRATED, SiteScales
 from taco_jax.block_scale import ceil_log2
-from taco_jax.scales import ScaleState, new_scale_state, update_scale_state, update_scales
+from taco_jax.scales import ScaleState, fork, merge_uses, new_scale_state, update_scale_state, update_scales
 
 update = jax.jit(update_scale_state)
 
@@ -103,6 +103,26 @@ def test_update_scales_walks_a_tree():
 def test_update_scales_takes_scale_states():
     new = update_scales({"site": new_scale_state()}, {"site": {"amax_slot": np.full((2, 2, 1), 3, np.float32)}})
     assert isinstance(new["site"], ScaleState) and list(map(int, new["site"].exponents)) == [2, 2]
+
+
+def test_uses_of_one_site_are_merged():
+    """The largest scale of several uses and the sum of their statistics; their exponents are the same."""
+    rng = np.random.default_rng(0)
+    measures = rng.random((3, 2, 6)).astype(np.float32)
+    measures[1, 0, 0] = np.nan
+    site = SiteScales(jnp.array([1, 2]), jnp.zeros((2, 6)))
+
+    def loss(slot):
+        uses = fork(SiteScales(site.exponents, slot), 3)
+        assert all(use.exponents is site.exponents for use in uses)
+        return sum(jnp.sum(use.slot * measure) for use, measure in zip(uses, measures, strict=True))
+
+    merged = np.asarray(jax.grad(loss)(site.slot))
+    np.testing.assert_array_equal(merged, merge_uses(jnp.asarray(measures)))
+    np.testing.assert_array_equal(merged[:, 0], measures[..., 0].max(0))  # NaN where there is one
+    np.testing.assert_allclose(merged[:, 1:], measures[..., 1:].sum(0), rtol=1e-6)
+    assert fork(None, 2) == [None] * 2 and fork(site, 1) == [site]
+    assert [use.slot for use in fork(SiteScales(site.exponents), 2)] == [None] * 2
 
 
 def test_the_loop_calibrates_a_site():

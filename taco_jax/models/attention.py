@@ -48,11 +48,10 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array | None, config: ModelConfig,
               par: Parallel, state: Mapping[str, SiteScales | None]) -> jax.Array:  # fmt: skip
-    """`softmax(q k^T / sqrt(H), causal) v` of all heads, then the output projection.
+    """`softmax(q k^T / sqrt(H), causal) v` of this rank's heads, then its term of the output projection.
 
-    Sites layers/attn/qkv and layers/attn/out. x is this rank's part of the sequence under sequence parallelism, and so
-    is the result; in between every rank has the whole sequence and its own heads. `angles_LH` is None without rotary
-    positions.
+    Site layers/attn/qkv; the sum of the ranks' terms, layers/attn/out, is the caller's. x is this rank's part of the
+    sequence under sequence parallelism, the result is of all of it. `angles_LH` is None without rotary positions.
     """
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):
@@ -69,4 +68,4 @@ def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array 
     y_BLNH = jax.nn.dot_product_attention(
         q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation=par.attention_implementation
     )
-    return row(y_BLNH.reshape(*y_BLNH.shape[:2], -1), params["out"], par, state, "layers/attn/out")
+    return row(y_BLNH.reshape(*y_BLNH.shape[:2], -1), params["out"], par)

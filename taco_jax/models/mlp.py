@@ -28,7 +28,10 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel,
         state: Mapping[str, SiteScales | None]) -> jax.Array:  # fmt: skip
-    """`act(x gate) * (x up)) down`, or `act(x up) down` without a gate; sites layers/mlp/up and layers/mlp/down."""
+    """This rank's term of `act(x gate) * (x up)) down`, or of `act(x up) down` without a gate.
+
+    Site layers/mlp/up; the sum of the ranks' terms, layers/mlp/down, is the caller's.
+    """
     act = activation(config.activation)
     if config.gated_mlp:
         gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par, state, "layers/mlp/up")
@@ -36,4 +39,4 @@ def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: P
     else:
         (up_BLF,) = column(x_BLD, (params["up"],), par, state, "layers/mlp/up")
         hidden_BLF = act(up_BLF)
-    return row(hidden_BLF, params["down"], par, state, "layers/mlp/down")
+    return row(hidden_BLF, params["down"], par)

@@ -39,6 +39,9 @@ class Parallel:
     """Type of activations, and of weights at use; norms, softmax, rotary positions and loss are float32 in any case."""
     attention_implementation: str | None = None
     """`implementation` of jax.nn.dot_product_attention: None, "xla", or "cudnn" (NVIDIA GPUs, 16-bit types)."""
+    chains: int = 1
+    """Parts of the batch that go through each layer side by side, so that one part's messages travel during the matrix
+    products of another (`taco_jax.models.chains`); the most that divide it, where this number does not."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None takes the default of `taco_jax.vocab`."""
     precision: Any = None
@@ -49,6 +52,8 @@ class Parallel:
         object.__setattr__(self, "plan", tuple(sorted(plan, key=lambda entry: entry[0])))
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r}: must be one of {', '.join(REMAT)}")
+        if self.chains < 1:
+            raise ValueError(f"chains={self.chains}: must be at least 1")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from taco_jax.models.parallel import Parallel
 from taco_jax.scales import SiteScales
-from taco_jax.tensor_parallel import column_dense, row_dense
+from taco_jax.tensor_parallel import column_dense, reduce_from_tp, scatter_to_sp
 
 Dense = Mapping[str, jax.Array]
 """{"kernel": [in, out]} and, if it has one, {"bias": [out]}; float32, local shards."""
@@ -35,12 +35,19 @@ def column(x_BLD: jax.Array, denses: Sequence[Dense], par: Parallel, state: Mapp
     return [add_bias(y, dense) for y, dense in zip(jnp.split(y_BLF, ends[1:-1], axis=-1), denses)]
 
 
-def row(x_BLF: jax.Array, dense: Dense, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array:
-    """`x @ dense.kernel` summed over the axis, `+ dense.bias`: row-parallel, one message in the forward pass."""
-    y_BLD = row_dense(
-        x_BLF, dense["kernel"].astype(par.dtype), axis=par.axis, compression=par.compression(site),
-        scales=state.get(site), sequence_dim=par.sequence_dim, dtype=par.dtype, precision=par.precision, site=site,
-    )  # fmt: skip
+def row(x_BLF: jax.Array, dense: Dense, par: Parallel) -> jax.Array:
+    """This rank's term of the row-parallel product `x @ dense.kernel`; `add_up` makes the layer's output of it."""
+    return jnp.matmul(x_BLF.astype(par.dtype), dense["kernel"].astype(par.dtype), precision=par.precision)
+
+
+def add_up(y_BLD: jax.Array, dense: Dense, par: Parallel, state: Mapping[str, SiteScales | None],
+           site: str) -> jax.Array:  # fmt: skip
+    """The sum of the ranks' terms, `+ dense.bias`: one message in the forward pass."""
+    arguments = y_BLD, par.axis, par.compression(site), state.get(site)
+    if par.sequence_dim is None:
+        y_BLD = reduce_from_tp(*arguments, site=site)
+    else:
+        y_BLD = scatter_to_sp(*arguments, dim=par.sequence_dim, site=site)
     return add_bias(y_BLD, dense)
 
 
