@@ -83,6 +83,18 @@ def copies(compiled, elements: int) -> list[Instruction]:
     return out
 
 
+def beside_collectives(compiled, elements: int) -> list[tuple[Instruction, int]]:
+    """(collective of `elements` or more, how many matrix products are scheduled between its start and its end)."""
+    out = []
+    for body in computations(compiled).values():
+        for k, i in enumerate(body):
+            if i.opcode not in COLLECTIVES or i.elements < elements:
+                continue
+            end = next((n for n, j in enumerate(body) if f"{i.opcode}-done(%{i.name})" in j.text), k)
+            out.append((i, sum("gemm" in j.name or "$gemm" in j.text for j in body[k + 1 : end])))
+    return out
+
+
 def slices_of_kernels(compiled) -> list[tuple[str, int | None]]:
     """(instruction, where it starts in bytes) of the slices that are fused with a kernel; None: known when it runs."""
     out = []
