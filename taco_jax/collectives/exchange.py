@@ -15,15 +15,19 @@ from jax import lax
 
 from taco_jax.collectives.message import Hops, Message
 from taco_jax.collectives.region import permute
+from taco_jax.compat import barrier
 
 
 def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
     """`wire`, sent when the last of `arrived` (the wires of earlier chunks) is there.
 
     A link carries one after the other in any case; XLA would join gathers or permutations that do not wait for each
-    other into one, and nothing could overlap with it.
+    other into one, and nothing could overlap with it. The barrier's own copy of what has arrived takes its place in the
+    list, and is what must be read: XLA takes an operand whose result nobody uses out of a barrier.
     """
-    return lax.optimization_barrier((wire, arrived[-1]))[0] if arrived else wire
+    if arrived:
+        wire, arrived[-1] = barrier(wire, arrived[-1])
+    return wire
 
 
 def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:

@@ -22,17 +22,20 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop."""
     codec = message.codec
     x_S = to_varying(x, message.axis).reshape(-1)
-    gathered, pieces, measures, hops = [], [], [], []
-    for k, geometry in enumerate(cut(backend.Geometry(x.size, 1, x.size), message.chunks, codec.block)):
+    gathered, measures, hops = [], [], []
+    chunks = cut(backend.Geometry(x.size, 1, x.size), message.chunks, codec.block)
+    for k, geometry in enumerate(chunks):
         wires, measure = backend.encode(
             codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
         gathered.append(lax.all_gather(after(gathered, wires[0]), message.axis, to="invarying"))
-        n = geometry.per_message
-        pieces.append(backend.sum_decode(codec, gathered[-1], n, x.dtype, exponent, backend=message.backend))
         measures.append(measure)
         hops.append(("all-gather", gathered[-1].size))
+    pieces = [
+        backend.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
+        for geometry, wires in zip(chunks, gathered)
+    ]
     message.record("psum", x.size, x.dtype, hops)
     y = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
     return y.reshape(x.shape), merge(measures)

@@ -31,15 +31,18 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
     chunks = cut(share, message.chunks, codec.block)
     arrived, gathered, measures, hops = [], [], [], []
     for k, geometry in enumerate(chunks):
-        wires, first = backend.encode(codec, geometry, x_S, exponent, message.key(key, 0, k), **options)
+        wires, measure = backend.encode(codec, geometry, x_S, exponent, message.key(key, 0, k), **options)
         received, sent = swap(message, after(arrived, wires))
         arrived.append(received)
-        wire, second = backend.reduce_encode(
+        measures.append(measure)
+        hops += sent
+    for k, (geometry, received) in enumerate(zip(chunks, arrived)):
+        wire, measure = backend.reduce_encode(
             codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), **options
         )
         gathered.append(lax.all_gather(after(gathered, wire), message.axis, to="invarying"))
-        measures += [first, second]
-        hops += [*sent, ("all-gather", gathered[-1].size)]
+        measures.append(measure)
+        hops.append(("all-gather", gathered[-1].size))
     message.record("psum", x.size, x.dtype, hops)
     y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
     return y.reshape(x.shape), merge(measures)
@@ -49,16 +52,20 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
-    arrived, pieces, measures, hops = [], [], [], []
-    for k, geometry in enumerate(cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)):
+    arrived, measures, hops = [], [], []
+    chunks = cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)
+    for k, geometry in enumerate(chunks):
         wires, measure = backend.encode(
             codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
         received, sent = swap(message, after(arrived, wires))
         arrived.append(received)
-        pieces.append(backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend))
         measures.append(measure)
         hops += sent
+    pieces = [
+        backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend)
+        for geometry, received in zip(chunks, arrived)
+    ]
     message.record("psum_scatter", p * n, x_PN.dtype, hops)
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces), merge(measures)
