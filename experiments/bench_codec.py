@@ -48,7 +48,7 @@ def seconds(function, sets: list[tuple], programs: int = 8, repeats: int = 7) ->
 
 def copies(sets: list[tuple]) -> dict[str, float]:
     """GB/s, read plus written, of what moves an array of bf16 from one place to another."""
-    candidates = {"negate (one XLA kernel)": lambda x: -x, "jnp.copy": jnp.copy}
+    candidates = {"negate (one XLA kernel)": lambda x: -x, "device to device (jnp copy)": jnp.copy}
     if backend.choose("taco", jax.devices()[0], "bfloat16")[0] == "mosaic":
         candidates["bulk copies (Mosaic kernel)"] = _bulk_copy
     moved = 2 * sets[0][0].nbytes
