@@ -4,8 +4,8 @@ trains     7.6B parameters (28 layers, width 3,584, mlp 18,944, 28 heads, 4 kv h
            152,064, sequences of 2,048
 hardware   4 GPUs of 80 GB, dp 1 x tp 4
 takes      on 4 x H200: 0.46 s a step of 16,384 tokens over NVLink, exact or compressed; over host memory
-           (NCCL_P2P_DISABLE=1) 1.18 s exact, 0.78 s with taco, 0.69 s with int6h, 0.59 s with int4h; 39 GB of a device's
-           memory (experiments/results/qwen7b_tp4_kernels)
+           (NCCL_P2P_DISABLE=1) 1.18 s exact, 0.78 s with taco, 0.69 s with int6h, 0.59 s with int4h; 39 GB of a
+           device's memory (experiments/results/qwen7b_tp4_kernels)
 reaches    training loss 4.2 nats after 20 steps on the packaged bytes, exact, taco and int6h alike; 4.9 with int4h
 command    python -m taco_jax.train --config experiments/qwen7b.py
 
