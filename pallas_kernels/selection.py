@@ -164,8 +164,9 @@ def _triton_missing() -> str | None:
 
     if jax.__version_info__ >= (0, 12):
         return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
-    if importlib.util.find_spec("jax_triton") is None:
-        return "triton kernels need jax-triton: pip install 'taco-jax[triton]'"
+    for module, package in (("jax_triton", "jax-triton"), ("triton", "triton")):
+        if importlib.util.find_spec(module) is None:
+            return f"triton kernels need {package}: pip install 'taco-jax[triton]'"
     return None
 
 

@@ -44,10 +44,10 @@ def built(monkeypatch):
         packages = {f"pallas_kernels.{name}" for name in BACKENDS[1:]}
         there = {f"pallas_kernels.{name}" for name in obstacles}
         if "triton" in obstacles:
-            there.add("jax_triton")
+            there |= {"jax_triton", "triton"}
 
         def find_spec(name):
-            if name not in packages | {"jax_triton"}:
+            if name not in packages | {"jax_triton", "triton"}:
                 return find(name)
             return SimpleNamespace(origin=name) if name in there else None
 
@@ -100,13 +100,14 @@ def test_what_a_kernel_package_is_asked(built):
     assert asked[2] == ("mosaic", stochastic, "reduce", "bfloat16", geometry)
 
 
-def test_triton_needs_jax_triton(built, monkeypatch):
+@pytest.mark.parametrize("module, package", [("jax_triton", "jax-triton"), ("triton", "triton")])
+def test_triton_needs_jax_triton(module, package, built, monkeypatch):
     built({"triton": None}, version=(0, 12, 0))
     assert choose(TACO, AMPERE)[0] == "jnp" and "need jax below 0.12" in choose(TACO, AMPERE)[1]
     built({"triton": None})
     find = selection.importlib.util.find_spec
-    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda n: None if n == "jax_triton" else find(n))
-    assert choose(TACO, AMPERE) == ("jnp", "triton kernels need jax-triton: pip install 'taco-jax[triton]'")
+    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda n: None if n == module else find(n))
+    assert choose(TACO, AMPERE) == ("jnp", f"triton kernels need {package}: pip install 'taco-jax[triton]'")
 
 
 def test_choose_on_the_device_of_this_machine():
