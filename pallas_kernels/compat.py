@@ -46,11 +46,6 @@ def store_tile(ref, value, transforms, interpret: bool) -> None:
     write(ref, value)
 
 
-def transpose(ref):
-    """A view of a two-dimensional ref with its dims swapped."""
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
-
-
 def compiler_params() -> plgpu.CompilerParams:
     """Lane semantics: register layouts are what the kernel says, not what a compiler pass infers."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -59,52 +59,35 @@ def decode(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
 
     They are exact in float32 and in float16, which the caller prefers; `dtype` is not promised.
     """
-    fmt = tiling.fmt
-    out = []
-    if interleaving.applies(fmt):
-        run, interpret = interleaving.run_columns(fmt), tiling.interpret is not None
-        if words.reads(fmt) and not interpret:
-            for start in range(0, tiling.row_bytes, fmt.block * fmt.bits // 8):
-                parts = words.values(fmt, codes_s, start, dtype)
-                for i in range(tiling.chunks_per_block):
-                    out.append(_join(parts, i * tiling.chunk, tiling.chunk, run))
-            return out
-        whole = [interleaving.load(codes_s, start, run, interpret) for start in range(0, tiling.row_bytes, run)]
-        if fmt.bits == 8:
-            return [elements.from_codes(fmt, q) for q in whole]
-        n_planes = len(whole) // tiling.blocks_per_row
-        for b in range(tiling.blocks_per_row):
-            parts = [elements.from_codes(fmt, q) for q in packing.unpack(fmt, whole[b * n_planes : (b + 1) * n_planes])]
-            for i in range(tiling.chunks_per_block):
-                out.append(_join(parts, i * tiling.chunk, tiling.chunk, run))
-        return out
+    width, chunk = interleaving.run_columns(tiling.fmt), tiling.chunk
+    blocks = _values(tiling, codes_s, dtype)
+    return [_join(runs, i * chunk, chunk, width) for runs in blocks for i in range(tiling.chunks_per_block)]
+
+
+def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
+    """The values of each block, in runs of columns that a plane of bytes holds."""
+    fmt, interpret = tiling.fmt, tiling.interpret is not None
+    width, block_bytes = interleaving.run_columns(fmt), fmt.block * fmt.bits // 8
+    starts = range(0, tiling.row_bytes, block_bytes)
+    if words.reads(fmt) and not interpret:
+        return [words.values(fmt, codes_s, start, dtype) for start in starts]
     swizzled = swizzle(tiling) is not None
-    if fp4.reads(fmt) and swizzled and tiling.interpret is None:
-        whole, width = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True), fmt.block // 2
-        for start in range(0, tiling.row_bytes, width):
-            parts = fp4.values(whole[:, start : start + width])
-            for i in range(tiling.chunks_per_block):
-                out.append(_join(parts, i * tiling.chunk, tiling.chunk, width))
-        return out
-    if fmt.bits == 8:
-        q = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=swizzled)
-        for i in range(tiling.row // tiling.chunk):
-            out.append(elements.from_codes(fmt, q[:, i * tiling.chunk : (i + 1) * tiling.chunk]))
-        return out
-    width, n_planes = packing.part_columns(fmt), packing_parts(fmt.bits) * fmt.bits // 8
     whole = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True) if swizzled else None
-    for b in range(tiling.blocks_per_row):
-        planes = []
-        for k in range(n_planes):
-            start = b * fmt.block * fmt.bits // 8 + k * width
-            if swizzled:
-                planes.append(whole[:, start : start + width])
-            else:
-                part = codes_s.at[:, pl.ds(start, width)]
-                planes.append(compat.load(part, plgpu.Layout.WGMMA, optimized=False))
-        parts = [elements.from_codes(fmt, q) for q in packing.unpack(fmt, planes)]
-        for i in range(tiling.chunks_per_block):
-            out.append(_join(parts, i * tiling.chunk, tiling.chunk, width))
+
+    def plane(start):
+        if interleaving.applies(fmt):
+            return interleaving.load(codes_s, start, width, interpret)
+        if swizzled:
+            return whole[:, start : start + width]
+        return compat.load(codes_s.at[:, pl.ds(start, width)], plgpu.Layout.WGMMA, optimized=False)
+
+    if fp4.reads(fmt) and swizzled and not interpret:
+        return [fp4.values(plane(start)) for start in starts]
+    out = []
+    for start in starts:
+        planes = [plane(start + k) for k in range(0, block_bytes, width)]
+        codes = planes if fmt.bits == 8 else packing.unpack(fmt, planes)
+        out.append([elements.from_codes(fmt, q) for q in codes])
     return out
 
 
@@ -158,7 +141,7 @@ def _mix(x):
 
 def _parts(tiling, chunks) -> list:
     """A block's chunks -> its parts that share bytes."""
-    width, chunk = packing.part_columns(tiling.fmt), tiling.chunk
+    width, chunk = interleaving.run_columns(tiling.fmt), tiling.chunk
     starts = [i * width for i in range(packing_parts(tiling.fmt.bits))]
     return [chunks[o // chunk][:, o % chunk : o % chunk + width] for o in starts]
 

@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import Format
 from pallas_kernels.mosaic.tiling import ROWS
-from pallas_kernels.mosaic.words import constant, permute
+from pallas_kernels.mosaic.words import constant, halves, permute
 
 # High bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 as float16.
 _TABLE = 0x3E3C3800, 0x46444240
@@ -42,7 +42,7 @@ def values(bytes_: jax.Array) -> list[jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=[one, one])
     def read(ctx, array):
-        halves = [np.empty(array.registers.shape, object) for _ in range(2)]
+        parts = [np.empty(array.registers.shape, object) for _ in range(2)]
         for index, register in np.ndenumerate(array.registers):
             word = _word(register)
             magnitudes = permute(constant(_TABLE[0]), _TABLE[1], arith.andi(word, constant(0x7777)))
@@ -53,11 +53,11 @@ def values(bytes_: jax.Array) -> list[jax.Array]:
                 arith.andi(twice, constant(0x80008000)),
             )
             quad = arith.ori(magnitudes, signs)
-            for half, selector in zip(halves, (0x2404, 0x3414)):
-                pair = vector.bitcast(_f16x2(), _vector(permute(quad, 0, selector)))
-                half[index] = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+            for part, selector in zip(parts, (0x2404, 0x3414)):
+                pair = halves(permute(quad, 0, selector))
+                part[index] = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
         make = lambda registers: mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-        return [make(half) for half in halves]
+        return [make(part) for part in parts]
 
     return read(bytes_)
 
@@ -82,8 +82,7 @@ def codes(low: jax.Array, high: jax.Array) -> jax.Array:
 def _round(pair) -> ir.Value:
     """float32 values, two of them -> their codes in the low bits of 16 each."""
     i32 = ir.IntegerType.get_signless(32)
-    as_word = lambda halves: vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), halves), [], [0])
-    as_halves = lambda word: vector.bitcast(_f16x2(), _vector(word))
+    as_word = lambda pair: vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), pair), [], [0])
     low, high = (vector.extract(pair, [], [i]) for i in range(2))
     word = llvm.inline_asm(i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", has_side_effects=False)
     magnitude = arith.andi(word, constant(0x7FFF7FFF))
@@ -93,7 +92,7 @@ def _round(pair) -> ir.Value:
     )  # fmt: skip
     # 2^(e + 9) rounds to a multiple of 2^(e - 1), and leaves the quotient in the low bits of the sum.
     rounder = arith.addi(exponent, constant(9 << 10 | 9 << 26))
-    quotient = as_word(arith.addf(as_halves(magnitude), as_halves(rounder)))
+    quotient = as_word(arith.addf(halves(magnitude), halves(rounder)))
     binade = arith.subi(arith.shrui(exponent, constant(9)), constant(30 | 30 << 16))
     code = arith.andi(arith.addi(binade, quotient), constant(0x00070007))
     return arith.ori(code, arith.andi(arith.shrui(word, constant(12)), constant(0x00080008)))
@@ -103,14 +102,6 @@ def _word(pair) -> ir.Value:
     """Two bytes -> the low half of an int32."""
     i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
     return arith.extui(i32, vector.extract(vector.bitcast(ir.VectorType.get((1,), i16), pair), [], [0]))
-
-
-def _vector(word) -> ir.Value:
-    return vector.broadcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), word)
-
-
-def _f16x2() -> ir.Type:
-    return ir.VectorType.get((2,), ir.F16Type.get())
 
 
 def _i8x2() -> ir.Type:

@@ -25,7 +25,7 @@ from pallas_kernels.formats import Format, packing_parts
 from pallas_kernels.mosaic.tiling import ROWS
 
 THREADS = 4  # that share a row
-MOST_BYTES = 16  # that a thread moves at once
+_MOST_BYTES = 16  # that a thread moves at once
 
 
 def applies(fmt: Format) -> bool:
@@ -33,7 +33,7 @@ def applies(fmt: Format) -> bool:
 
 
 def run_columns(fmt: Format) -> int:
-    """w."""
+    """w: what a plane of bytes holds of a block, rotated or not."""
     return min(fmt.block // packing_parts(fmt.bits), 128)
 
 
@@ -61,13 +61,12 @@ def store(ref, run, start: int, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def move(ctx, memory, array):
-        registers = array.registers.reshape(-1, 2)
-        for half, pieces in enumerate(addresses(memory, start, width)):
+        registers, size = array.registers.reshape(-1, 2), _piece_bytes(width)
+        for half, pointers in enumerate(_addresses(memory, start, width)):
             bytes_ = mgpu.utils.vector_concat(list(registers[:, half]))
-            for k, pointer in enumerate(pieces):
-                size = min(width // THREADS, MOST_BYTES)
+            for k, pointer in enumerate(pointers):
                 piece = mgpu.utils.vector_slice(bytes_, slice(k * size, (k + 1) * size))
-                llvm.StoreOp(vector.bitcast(words_type(size), piece), pointer, alignment=size)
+                llvm.StoreOp(vector.bitcast(_words_type(size), piece), pointer, alignment=size)
 
     move(ref, run)
 
@@ -81,12 +80,10 @@ def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def move(ctx, memory):
-        layout = mgpu.WGMMA_LAYOUT
+        layout, size = mgpu.WGMMA_LAYOUT, _piece_bytes(width)
         registers = np.empty((width // 8, 2), object)
-        size = min(width // THREADS, MOST_BYTES)
-        for half, pieces in enumerate(addresses(memory, start, width)):
-            for k, pointer in enumerate(pieces):
-                words = llvm.LoadOp(words_type(size), pointer, alignment=size).res
+        for half, pieces in enumerate(read(memory, start, width)):
+            for k, words in enumerate(pieces):
                 bytes_ = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(8)), words)
                 for i in range(size // 2):
                     registers[k * size // 2 + i, half] = mgpu.utils.vector_slice(bytes_, slice(2 * i, 2 * i + 2))
@@ -96,13 +93,25 @@ def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
     return move(ref)
 
 
-def words_type(size: int) -> ir.Type:
+def read(memory, start: int, width: int) -> list[list]:
+    """In an inlined function: a thread's bytes of a run, as vectors of words; those of row r, then of row r + 8."""
+    size = _piece_bytes(width)
+    load = lambda pointer: llvm.LoadOp(_words_type(size), pointer, alignment=size).res
+    return [[load(pointer) for pointer in pointers] for pointers in _addresses(memory, start, width)]
+
+
+def _piece_bytes(width: int) -> int:
+    """What a thread moves at once of a run of `width` bytes."""
+    return min(width // THREADS, _MOST_BYTES)
+
+
+def _words_type(size: int) -> ir.Type:
     """The vector type of `size` bytes that memory is accessed with."""
     bits = 8 * min(size, 4)
     return ir.VectorType.get((max(1, size // 4),), ir.IntegerType.get_signless(bits))
 
 
-def addresses(memory, start: int, width: int) -> list[list]:
+def _addresses(memory, start: int, width: int) -> list[list]:
     """Where a thread's bytes lie: for each of its two rows (r and r + 8), the pieces that it moves at once."""
     i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
     constant = lambda value: arith.constant(i32, value)
@@ -116,6 +125,6 @@ def addresses(memory, start: int, width: int) -> list[list]:
     own = arith.muli(arith.remui(thread, constant(THREADS)), constant(width // THREADS))
     offset = arith.addi(arith.muli(row, constant(pitch)), own)
     base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i8)
-    size = min(width // THREADS, MOST_BYTES)
+    size = _piece_bytes(width)
     at = lambda half, k: mgpu.utils.getelementptr(base, [half * 8 * pitch + start + k * size], i8)
     return [[at(half, k) for k in range(width // THREADS // size)] for half in range(2)]

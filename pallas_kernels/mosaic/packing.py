@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from pallas_kernels.formats import Format, packing_parts
 
 
-def part_columns(fmt: Format) -> int:
-    """Columns of one part, and of one byte plane, of a block."""
-    return fmt.block // packing_parts(fmt.bits)
-
-
 def pack(fmt: Format, parts: list) -> list:
     """int32 codes of each part -> uint8 byte planes."""
     planes = []

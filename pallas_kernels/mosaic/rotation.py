@@ -117,7 +117,7 @@ class Rotator:
         """chunks: (left operand, number of bfloat16 parts that stand for it, 0: none are needed)."""
         t = self.tiling
         table, n = matrices(t.fmt)[1], t.chunks_per_block
-        matrix = lambda i, j: compat.transpose(m_s.at[table[j][i]]) if back else m_s.at[table[i][j]]
+        matrix = lambda i, j: m_s.at[table[j][i]].transpose((1, 0)) if back else m_s.at[table[i][j]]
         scale = np.float32(1.0 / np.sqrt(t.fmt.block))
         out = []
         for start in range(0, len(chunks), n):

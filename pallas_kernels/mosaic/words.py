@@ -64,15 +64,10 @@ def constant(value: int) -> ir.Value:
 
 def _load(memory, start: int, width: int) -> list[list]:
     """A thread's bytes of a run as words: for each of its two rows, int32 of four codes each."""
-    size = min(width // interleaving.THREADS, interleaving.MOST_BYTES)
-    rows = []
-    for pieces in interleaving.addresses(memory, start, width):
-        words = []
-        for pointer in pieces:
-            loaded = llvm.LoadOp(interleaving.words_type(size), pointer, alignment=size).res
-            words += [vector.extract(loaded, [], [i]) for i in range(size // 4)]
-        rows.append(words)
-    return rows
+    words = lambda pieces: [
+        vector.extract(piece, [], [i]) for piece in pieces for i in range(ir.VectorType(piece.type).shape[0])
+    ]
+    return [words(pieces) for pieces in interleaving.read(memory, start, width)]
 
 
 def _part(fmt: Format, part: int, planes: list) -> ir.Value:
@@ -95,19 +90,23 @@ def _floats(fmt: Format, word, dtype) -> list:
     """Four codes -> two vectors of two values."""
     offset = 1 << (fmt.bits - 1)
     if jnp.dtype(dtype) == jnp.float16:
-        halves = ir.VectorType.get((2,), ir.F16Type.get())
-        one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-        bias = arith.constant(
-            halves, ir.DenseElementsAttr.get_splat(halves, ir.FloatAttr.get(ir.F16Type.get(), 1024.0 + offset))
-        )
+        f16 = ir.F16Type.get()
+        two = ir.VectorType.get((2,), f16)
+        bias = arith.constant(two, ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(f16, 1024.0 + offset)))
         pairs = [permute(word, 0x64, selector) for selector in (0x4140, 0x4342)]
-        return [arith.subf(vector.bitcast(halves, vector.broadcast(one, pair)), bias) for pair in pairs]
+        return [arith.subf(halves(pair), bias) for pair in pairs]
     f32 = ir.F32Type.get()
     pair_type = ir.VectorType.get((2,), f32)
     bias = arith.constant(f32, ir.FloatAttr.get(f32, 8388608.0 + offset))
     singles = [arith.bitcast(f32, permute(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
     numbers = [arith.subf(single, bias) for single in singles]
     return [vector.from_elements(pair_type, numbers[i : i + 2]) for i in (0, 2)]
+
+
+def halves(word) -> ir.Value:
+    """A word as two float16."""
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    return vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), vector.broadcast(one, word))
 
 
 def permute(word, other: int, selector: int | ir.Value) -> ir.Value:
