@@ -148,12 +148,13 @@ def _line_of(error: Exception, path: Path) -> str:
     return f" line {line}" if line else ""
 
 
-def select_devices(devices: str | None, *, deterministic: bool = False) -> None:
+def select_devices(devices: str | None, *, deterministic: bool = False, in_order: bool = False) -> None:
     """Makes JAX see the devices that a `devices` value names. Call it before anything starts a backend.
 
     "cpu:N" sets JAX_PLATFORMS and, in XLA_FLAGS, the number of emulated devices and a long rendezvous timeout: more
     devices than cores can take longer than XLA's 40 s to arrive at a collective, which then aborts the process. Other
     flags of the user stay, and so does their own timeout. `deterministic` makes GPU results repeat bit for bit.
+    `in_order`: GPUs start kernels of all streams in the order of their launch.
     """
     platform, count = parse_devices(devices)
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -172,6 +173,9 @@ def select_devices(devices: str | None, *, deterministic: bool = False) -> None:
             flags.append("--xla_gpu_deterministic_ops=true")
         # NCCL's sums in the NVLink switch depend on how its memory came to lie.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if in_order:
+        # A matrix product fills the GPU. One that starts before the message beside it, on any rank, holds it up.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
     if platform is not None:

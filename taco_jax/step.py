@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,13 +33,18 @@ from taco_jax.plan import Compression, Plan
 from taco_jax.scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.tensor_parallel import to_varying
 
-# The sizes up to which XLA merges products of one matrix, and collectives. Every jax from 0.10.2 to 0.12 knows them.
-MERGERS = (
-    "xla_gpu_dot_merger_threshold_mb",
-    "xla_gpu_all_reduce_combine_threshold_bytes",
-    "xla_gpu_all_gather_combine_threshold_bytes",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes",
-)
+# How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
+CHAIN_OPTIONS = {
+    # The sizes up to which XLA merges products of one matrix, and collectives: chains keep their own.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    # XLA puts no more beside a message than its estimate of the message's time, and its own table of collectives was
+    # measured over NVLink: over a slower link most products would wait. Of a collective that the table has not, it
+    # supposes 5 ms: the message starts as soon as it can and ends when it is needed.
+    "xla_gpu_experimental_collective_perf_table_path": str(Path(__file__).with_name("unmeasured.pbtxt")),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -199,11 +205,12 @@ class Program:
         return lowered.compile(compiler_options=self._compiler_options)
 
     @property
-    def _compiler_options(self) -> dict[str, int] | None:
-        """For XLA on GPUs: chains keep their own products and messages. XLA_FLAGS have the last word."""
+    def _compiler_options(self) -> dict[str, int | str] | None:
+        """CHAIN_OPTIONS with chains on a GPU. XLA_FLAGS have the last word."""
         if self.config.chains == 1 or self.mesh.devices.flat[0].platform == "cpu":
             return None
-        return {name: 0 for name in MERGERS if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
+        flags = os.environ.get("XLA_FLAGS", "")
+        return {name: value for name, value in CHAIN_OPTIONS.items() if f"--{name}=" not in flags}
 
     @functools.cached_property
     def eval_step(self):

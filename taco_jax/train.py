@@ -29,7 +29,7 @@ class TrainingError(RuntimeError):
 
 def main(args: Sequence[str]) -> int:
     config = check(cli.parse(args))
-    cli.select_devices(config.devices, deterministic=config.deterministic)
+    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
     try:
         train(config)
     except TrainingError as error:
