@@ -24,7 +24,7 @@ from taco_jax.scales import SiteScales
 
 __all__ = [
     "REMAT_NAMES", "check_region", "column_dense", "copy_to_tp", "gather_from_sp", "in_manual_region",
-    "reduce_from_tp", "row_dense", "scatter_to_sp", "to_varying",
+    "reduce_from_tp", "row_dense", "scatter_to_sp", "start_sum", "to_varying",
 ]  # fmt: skip
 
 
@@ -36,6 +36,13 @@ def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None,
 def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
     """g: the sum of x over the ranks with the forward codec (varying -> invarying); the cotangent passes unchanged."""
     return collectives.psum(x, axis, **_options(compression, scales, site))
+
+
+def start_sum(x, axis: str, compression, scales: SiteScales | None, direction: str, *, site: str, calls: int):
+    """`reduce_from_tp`'s message ("forward"), or that of `copy_to_tp`'s cotangent ("backward"), with its first hop
+    started: a `collectives.hops.UnderWay`. Nothing here has a derivative."""
+    options = _options(compression, scales, site)
+    return collectives.start_psum(x, axis, direction, calls=calls, **options)
 
 
 def gather_from_sp(

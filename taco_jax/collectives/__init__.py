@@ -1,10 +1,10 @@
 """Compressed collectives: one uint8 buffer a hop crosses the link, sums are float32 in rank order on every rank."""
 
-from taco_jax.collectives.api import all_gather, all_to_all, copy, ppermute, psum, psum_scatter
+from taco_jax.collectives.api import all_gather, all_to_all, copy, ppermute, psum, psum_scatter, start_psum
 from taco_jax.collectives.differentiable import REMAT_NAMES
 from taco_jax.collectives.region import check_region, in_manual_region, to_varying
 
 __all__ = [
     "REMAT_NAMES", "all_gather", "all_to_all", "check_region", "copy", "in_manual_region", "ppermute", "psum",
-    "psum_scatter", "to_varying",
+    "psum_scatter", "start_psum", "to_varying",
 ]  # fmt: skip

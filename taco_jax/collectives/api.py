@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import sites
-from taco_jax.collectives.differentiable import Operation, apply
+from taco_jax.collectives.differentiable import Operation, all_reduce, apply
+from taco_jax.collectives.hops import UnderWay
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.options import Options, check_options
 from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
@@ -155,6 +156,22 @@ def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     options = check_options("copy", axis_name, codec, backward_codec, scales, key, None, link,
                             min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
     return _map(one, x, site)
+
+
+def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=None, scales=None, algorithm="auto",
+               link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", calls=1,
+               site="psum") -> UnderWay:  # fmt: skip
+    """The message of `psum` (direction "forward") or of `copy` ("backward") under way, for the caller to time its hops.
+
+    It has no derivative: this is for those who write both directions themselves. One array, not a tree. calls: as of
+    `sites.current_calls()` where the forward message was made.
+    """
+    options = check_options("start_psum", axis_name, codec, backward_codec, scales, None, None, link,
+                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
+    which = ("forward", "backward").index(direction)
+    message = options.message(options.codecs[which], x.nbytes, Label(site, direction, calls))
+    exponents = options.scales.exponents
+    return all_reduce(message, to_varying(x, axis_name), None if exponents is None else exponents[which], None)
 
 
 def _map(one, tree, site):

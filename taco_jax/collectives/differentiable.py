@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax import sites
 from taco_jax.collectives import move, one_shot, two_shot
+from taco_jax.collectives.hops import UnderWay
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.region import permute, to_varying
 from taco_jax.compat import varying_axes
@@ -68,7 +69,7 @@ def _apply_bwd(operation, residuals, ct):
     dx, backward_measure = _send(operation, "backward", ct, exponents, key)
     if slot is None:
         return dx, None, None, None
-    rows = [jnp.zeros_like(slot[0]) if m is None else _as_slot(m, slot[0]) for m in (measure, backward_measure)]
+    rows = [jnp.zeros_like(slot[0]) if m is None else as_slot(m, slot[0]) for m in (measure, backward_measure)]
     return dx, None, jnp.stack(rows), None
 
 
@@ -95,7 +96,7 @@ def _send_bwd(operation, direction, residuals, ct):
 _send.defvjp(_send_fwd, _send_bwd)
 
 
-def _as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:
+def as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:
     extra = varying_axes(measure) - varying_axes(row)
     if extra:
         raise ValueError(
@@ -131,10 +132,7 @@ def _backward(op: Operation, ct, exponents, key):
 def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[jax.Array, Any]:
     """One message: (result, measure), or the exact jax.lax collective and no measure where the codec is `none`."""
     if name == "psum":
-        if message.codec.exact or message.ranks == 1:
-            return exact_psum(message, x), None
-        one = message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
-        return (one_shot if one else two_shot).all_reduce(message, x, exponent, key)
+        return all_reduce(message, x, exponent, key).arrive()
     if name == "psum_scatter":
         return _psum_scatter(op, message, x, exponent, key)
     if name == "all_gather":
@@ -147,10 +145,20 @@ def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[
     return move.ppermute(message, x, exponent, key, op.perm)
 
 
-def exact_psum(message: Message, x):
+def all_reduce(message: Message, x, exponent, key) -> UnderWay:
+    """The sum of x over the ranks (measure None where it is exact), its first hop started."""
+    if message.codec.exact or message.ranks == 1:
+        return UnderWay(_exact_psum(message, x), 1)
+    one = message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
+    kind = one_shot if one else two_shot
+    return UnderWay(kind.all_reduce(message, x, exponent, key), kind.HOPS)
+
+
+def _exact_psum(message: Message, x):
     """jax.lax.psum, listed in the site table. One rank: the value unchanged, typed invarying."""
     _record_exact("psum", message, x, x.size)
-    return lax.psum(x, message.axis)
+    (y,) = yield [lax.psum(x, message.axis)]
+    return y, None
 
 
 def _psum_scatter(op, message, x, exponent, key):

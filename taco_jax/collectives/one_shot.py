@@ -14,11 +14,14 @@ from jax import lax
 from taco_jax import backend
 from taco_jax.collectives.chunks import cut
 from taco_jax.collectives.exchange import after
+from taco_jax.collectives.hops import Hopping
 from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
 
+HOPS = 1
 
-def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
+
+def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop."""
     codec = message.codec
     x_S = to_varying(x, message.axis).reshape(-1)
@@ -32,6 +35,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
         gathered.append(lax.all_gather(after(gathered, wires[0]), message.axis, to="invarying"))
         measures.append(measure)
         hops.append(("all-gather", gathered[-1].size))
+    gathered = yield gathered
     pieces = [
         backend.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
         for geometry, wires in zip(chunks, gathered)

@@ -18,11 +18,14 @@ from jax import lax
 from taco_jax import backend
 from taco_jax.collectives.chunks import chunk_elements, cut
 from taco_jax.collectives.exchange import after, swap
+from taco_jax.collectives.hops import Hopping
 from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
 
+HOPS = 2
 
-def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
+
+def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops."""
     codec, p = message.codec, message.ranks
     share = backend.Geometry(x.size, p, chunk_elements(codec, x.size, p))
@@ -36,6 +39,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
         arrived.append(received)
         measures.append(measure)
         hops += sent
+    arrived = yield arrived
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
         wire, measure = backend.reduce_encode(
             codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), **options
@@ -44,6 +48,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> tuple[jax.Array
         measures.append(measure)
         hops.append(("all-gather", gathered[-1].size))
     message.record("psum", x.size, x.dtype, hops)
+    gathered = yield gathered
     y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
     return y.reshape(x.shape), merge(measures)
 

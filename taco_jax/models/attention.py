@@ -16,8 +16,7 @@ from jax import lax
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import rms_norm
 from taco_jax.models.parallel import Parallel
-from taco_jax.models.projections import Dense, column, row
-from taco_jax.scales import SiteScales
+from taco_jax.models.projections import Dense, column
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:
@@ -47,18 +46,16 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
 
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array | None, config: ModelConfig,
-              par: Parallel, state: Mapping[str, SiteScales | None]) -> jax.Array:  # fmt: skip
-    """`softmax(q k^T / sqrt(H), causal) v` of this rank's heads, then its term of the output projection.
+              par: Parallel) -> jax.Array:  # fmt: skip
+    """`softmax(q k^T / sqrt(H), causal) v` of this rank's heads, [B, L, N H], for an x that has entered.
 
-    Site layers/attn/qkv; the sum of the ranks' terms, layers/attn/out, is the caller's. x is this rank's part of the
-    sequence under sequence parallelism, the result is of all of it. `angles_LH` is None without rotary positions.
+    `angles_LH` is None without rotary positions.
     """
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):
         k, v = _own_kv_head(k, config, par), _own_kv_head(v, config, par)
     q_BLNH, k_BLKH, v_BLKH = (
-        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim)
-        for y_BLF in column(x_BLD, (q, k, v), par, state, "layers/attn/qkv")
+        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column(x_BLD, (q, k, v), par)
     )
     if config.qk_norm:
         q_BLNH = rms_norm(q_BLNH, params["q_norm"]["scale"], config.norm_eps)
@@ -68,4 +65,4 @@ def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array 
     y_BLNH = jax.nn.dot_product_attention(
         q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation=par.attention_implementation
     )
-    return row(y_BLNH.reshape(*y_BLNH.shape[:2], -1), params["out"], par)
+    return y_BLNH.reshape(*y_BLNH.shape[:2], -1)

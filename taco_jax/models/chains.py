@@ -1,23 +1,21 @@
-"""Chains: parts of the local batch that go through each layer side by side.
+"""Layers of halves, and chains: parts of the local batch that go through each layer side by side.
 
-What one chain sends depends on nothing that another computes at that time, so XLA's latency-hiding scheduler runs one
-chain's messages beside another's matrix products. Messages and products are smaller and more; the same bytes travel.
-
-With two chains, attention A and mlp M, and the sums over the ranks below the products beside which they travel:
+A half is `x += sum over the ranks of last(core(norm(x)))`: a message enters core (its gradient's sum) and leaves last.
+What one chain sends depends on nothing that another computes at that time, so it can travel beside the other's matrix
+products. Messages and products are smaller and more; the same bytes travel. With two chains, attention A and mlp M:
 
     product   A0    A1    M0    M1         |   A0 of the next layer
     message         A0    A1    M0    M1   |
 
-The last message of a layer has nothing beside it: a loop's body ends with it. With n chains that is one of 2n. A
-message in two hops shares its products among them, and today's XLA leaves most first hops without. In the backward
-pass there are products of weight gradients and of remat for all.
+The last message of a layer has nothing beside it: a loop's body ends with it. With n chains that is one of 2n.
 
 Dims: B batch, L length, D model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,10 +24,28 @@ from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax.collectives.differentiable import OUTPUT_NAME
 from taco_jax.compat import barrier
+from taco_jax.models.parallel import Parallel
+from taco_jax.models.projections import add_bias, add_up, enter, row
 from taco_jax.scales import SiteScales, fork
 
-Half = Callable[[jax.Array, Any, dict[str, SiteScales | None]], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
-"""(x_BLD, a layer's parameters, its site scales) -> (this rank's term, the function that adds up the ranks' terms)."""
+State = Mapping[str, SiteScales | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Attention or mlp: norm(x, parameters), core(h, parameters, what all layers share).
+
+    norm_name, name: their parameters in a layer's. out_name: the last product's in `name`'s. enters, leaves: the sites
+    of the messages.
+    """
+
+    norm: Callable[[jax.Array, Any], jax.Array]
+    core: Callable[[jax.Array, Any, Any], jax.Array]
+    norm_name: str
+    name: str
+    out_name: str
+    enters: str
+    leaves: str
 
 
 def count(batch: int, chains: int) -> int:
@@ -48,27 +64,29 @@ def join(xs: tuple[jax.Array, ...]) -> jax.Array:
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs)
 
 
-def side_by_side(*halves: Half) -> Callable:
-    """The layer `x += sum over ranks of half(x)`, one half after the other, for a tuple of chains.
+def side_by_side(halves: tuple[Half, ...], par: Parallel) -> Callable:
+    """The layer, one half after the other, for a tuple of chains; each chain is a use of its own of every site.
 
-    Each chain is a use of its own of every site.
+    XLA chooses what it puts beside a message. (`schedule` leaves it less choice, but knows no sequence parallelism.)
     """
 
-    def layer(xs, params: Any, state: dict[str, SiteScales | None]):
+    def layer(xs, params: Any, state: State, shared: Any):
         xs = list(xs)
         forked = {site: fork(scales, len(xs)) for site, scales in state.items()}
         states = [{site: uses[i] for site, uses in forked.items()} for i in range(len(xs))]
         sent = None  # (its chain, the sum) that no product has waited for
         for half in halves:
+            out = params[half.name][half.out_name]
             for i, state in enumerate(states):
                 if sent and sent[0] == i:
                     xs[i] += sent[1]
                     sent = None
-                y_BLD, add_up = half(xs[i], params, state)
+                h_BLD = enter(half.norm(xs[i], params[half.norm_name]), par, state, half.enters)
+                y_BLD = row(half.core(h_BLD, params[half.name], shared), out["kernel"], par)
                 if sent:
                     y_BLD, sum_BLD = _in_turn(y_BLD, sent[1])
                     xs[sent[0]] += checkpoint_name(sum_BLD, OUTPUT_NAME)
-                sent = i, add_up(y_BLD)
+                sent = i, add_bias(add_up(y_BLD, par, state, half.leaves), out)
         xs[sent[0]] += sent[1]
         return tuple(xs)
 

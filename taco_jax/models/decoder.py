@@ -23,12 +23,13 @@ from taco_jax import sites, vocab
 from taco_jax.compat import varying_axes
 from taco_jax.models import chains
 from taco_jax.models.attention import attention, kv_replicated, rope_angles
+from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.mlp import mlp
 from taco_jax.models.norms import norm
 from taco_jax.models.parallel import Parallel, own_rows, remat, use_replicated
 from taco_jax.models.params import count_params, init_params, param_specs
-from taco_jax.models.projections import add_up
+from taco_jax.models.schedule import scheduled
 from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
 
@@ -71,24 +72,30 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
         x_BLD = (x_BLD.astype(jnp.float32) + positions_LD).astype(x_BLD.dtype)
     angles_LH = rope_angles(config, tokens_BL.shape[1]) if config.positions == "rope" else None
 
-    def attend(x_BLD, layer_params, layer_state):
-        h_BLD = norm(x_BLD, layer_params["attn_norm"], config.norm_eps)
-        y_BLD = attention(h_BLD, layer_params["attn"], angles_LH, config, par, layer_state)
-        return y_BLD, lambda y_BLD: add_up(y_BLD, layer_params["attn"]["out"], par, layer_state, "layers/attn/out")
-
-    def feed(x_BLD, layer_params, layer_state):
-        h_BLD = norm(x_BLD, layer_params["mlp_norm"], config.norm_eps)
-        y_BLD = mlp(h_BLD, layer_params["mlp"], config, par, layer_state)
-        return y_BLD, lambda y_BLD: add_up(y_BLD, layer_params["mlp"]["down"], par, layer_state, "layers/mlp/down")
-
+    normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
+    halves = (
+        Half(
+            normalise, lambda h_BLD, p, angles_LH: attention(h_BLD, p, angles_LH, config, par),
+            "attn_norm", "attn", "out", "layers/attn/qkv", "layers/attn/out",
+        ),
+        Half(
+            normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
+            "mlp_norm", "mlp", "down", "layers/mlp/up", "layers/mlp/down",
+        ),
+    )  # fmt: skip
     parts = chains.count(len(x_BLD), par.chains)
-    layer = remat(chains.side_by_side(attend, feed), par.remat)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(params["layers"]) - {par.axis})
     with sites.repeat(config.n_layers * parts):
+        if parts > 1 and not par.sequence_parallel:
+            layer = scheduled(halves, par)
+        else:
+            layer = remat(chains.side_by_side(halves, par), par.remat)
         xs = chains.split(x_BLD, parts)
-        xs, _ = lax.scan(lambda xs, of_layer: (layer(xs, *of_layer), None), xs, (params["layers"], layer_state))
+        xs, _ = lax.scan(
+            lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (params["layers"], layer_state)
+        )
     return norm(chains.join(xs), params["final_norm"], config.norm_eps)
 
 

@@ -1,4 +1,4 @@
-"""The mlp of a decoder layer, plain or gated: one column-parallel product, one row-parallel product.
+"""The mlp of a decoder layer, plain or gated, up to its last product.
 
 Dims: B batch, L length, D model, F mlp. F is local, 1/tp of the model's.
 """
@@ -12,8 +12,7 @@ import jax
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.parallel import Parallel
-from taco_jax.models.projections import column, row
-from taco_jax.scales import SiteScales
+from taco_jax.models.projections import column
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
@@ -26,17 +25,11 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     }[name]
 
 
-def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel,
-        state: Mapping[str, SiteScales | None]) -> jax.Array:  # fmt: skip
-    """This rank's term of `act(x gate) * (x up)) down`, or of `act(x up) down` without a gate.
-
-    Site layers/mlp/up; the sum of the ranks' terms, layers/mlp/down, is the caller's.
-    """
+def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel) -> jax.Array:
+    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for an x that has entered."""
     act = activation(config.activation)
     if config.gated_mlp:
-        gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par, state, "layers/mlp/up")
-        hidden_BLF = act(gate_BLF) * up_BLF
-    else:
-        (up_BLF,) = column(x_BLD, (params["up"],), par, state, "layers/mlp/up")
-        hidden_BLF = act(up_BLF)
-    return row(hidden_BLF, params["down"], par)
+        gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par)
+        return act(gate_BLF) * up_BLF
+    (up_BLF,) = column(x_BLD, (params["up"],), par)
+    return act(up_BLF)

@@ -42,9 +42,12 @@ def test_messages_travel_beside_products(codec, hops, sequence_parallel):
     # Two messages a layer and direction, and chain: XLA made neither one message of two, nor one product.
     assert len(forward) >= 4 * hops and len(backward) >= 4 * hops
     assert not any(in_layers(one, False))
-    # The last message of a layer has nothing beside it, and one product hides one of two hops.
-    assert sum(map(bool, forward)) >= 3
-    assert sum(map(bool, backward)) >= len(backward) / 2
+    if sequence_parallel:  # XLA chooses, and often puts nothing beside one of two hops
+        assert sum(map(bool, forward)) >= 3
+        assert sum(map(bool, backward)) >= len(backward) / 2
+    else:  # every hop, but for the last message forward, and the first hop of it backward
+        assert sum(map(bool, forward)) >= 3 * hops
+        assert sum(map(bool, backward)) >= 4 * hops - 1
     assert sum(map(bool, backward)) > sum(map(bool, in_layers(one, True)))
 
 

@@ -1,0 +1,48 @@
+"""Collectives whose hops a caller can start one by one, each beside work of its own.
+
+A collective of this kind is a generator: it yields the arrays that a hop brings, takes them back, and returns (result,
+measure). Between the two the caller may order them against its own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import jax
+
+from taco_jax.compat import barrier
+
+Hopping = Generator[list[jax.Array], list[jax.Array], tuple[jax.Array, Any]]
+
+
+class UnderWay:
+    """A collective whose first hop has been started; `hops` are left, the one under way too."""
+
+    def __init__(self, collective: Hopping, hops: int):
+        self.hops, self._collective = hops, collective
+        self._result, self._arrays = None, next(collective)
+
+    def beside(self, value: jax.Array) -> jax.Array:
+        """`value`, computed while the hop under way travels; then the next one starts, or the result is made.
+
+        Whoever uses the value waits for the hop, and the next hop for the value. Without this XLA puts what it likes
+        between them, and often nothing beside one of them. jax 0.10 cannot say it of values that vary over different
+        axes.
+        """
+        value, *arrays = barrier(value, *self._arrays)
+        self._next(arrays)
+        return value
+
+    def arrive(self) -> tuple[jax.Array, Any]:
+        """What is left of it, with nothing beside: (result, measure)."""
+        while self._result is None:
+            self._next(self._arrays)
+        return self._result
+
+    def _next(self, arrays: list[jax.Array]) -> None:
+        try:
+            self._arrays = self._collective.send(arrays)
+            self.hops -= 1
+        except StopIteration as stop:
+            self._result, self.hops = stop.value, 0
