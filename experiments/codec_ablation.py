@@ -12,7 +12,7 @@ messages only, "none:int6h" the gradients'. With JAX_COMPILATION_CACHE_DIR set, 
 
 criterion  as in seed_study.py: paired by seed, mean difference within 0.5 % or one standard deviation of `none`
 output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, OUT/codec_ablation.png,
-           OUT/<model>-<codec>-<seed>.jsonl (metrics; a pair of codecs is forward+backward)
+           OUT/<model>-<codec>-<seed>.jsonl (metrics of every tenth step; a pair of codecs is forward+backward)
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str]) -> int:
                 own = [
                     "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
                     "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
-                    "--evaluation.every", str(steps), "--metrics.snr-every", str(max(1, steps // 10)),
-                    "--checkpoint.no-enabled",
+                    "--optimizer.warmup-steps", str(round(steps / 10)), "--evaluation.every", str(steps),
+                    "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
                 ]  # fmt: skip
                 try:
                     own = [*runs.codec_flags(codec), *own, *flags]
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
                     failures += 1
                     print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
                     continue
-                runs.keep(workdir, kept)
+                runs.keep(workdir, kept, every=10)
             report(args.out, args.commit)
     return 1 if failures else 0
 

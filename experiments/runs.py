@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,10 +48,13 @@ def read(metrics: Path) -> list[dict]:
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def keep(workdir: Path, kept: Path) -> None:
-    """Copies a run's metrics to their place: whole, or not at all."""
+def keep(workdir: Path, kept: Path, every: int = 1) -> None:
+    """Copies a run's metrics to their place, whole or not at all: of every so many steps, and of those that measured
+    more than the others."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    usual = set(json.loads(lines[0]))
     part = kept.with_suffix(".part")
-    shutil.copy(workdir / "metrics.jsonl", part)
+    part.write_text("".join(line for i, line in enumerate(lines) if i % every == 0 or set(json.loads(line)) > usual))
     part.replace(kept)
 
 

@@ -67,7 +67,8 @@ def update_scale_state(state: ScaleState, amax: jax.Array, keep_going: jax.Array
 
 def merge_uses(measures: jax.Array) -> jax.Array:
     """Measures [N, ..., 2, K] of N uses as one: the largest scale, summed statistics."""
-    return jnp.concatenate([largest_magnitude(measures[..., :1], 0), measures[..., 1:].sum(0)], axis=-1)
+    largest = largest_magnitude(measures[..., :1], 0)
+    return largest if measures.shape[-1] == 1 else jnp.concatenate([largest, measures[..., 1:].sum(0)], axis=-1)
 
 
 def fork(scales: SiteScales | None, uses: int) -> list[SiteScales | None]:

@@ -67,5 +67,7 @@ def merge(measures: Sequence[jax.Array]) -> jax.Array:
     """Measures of several hops and chunks as one: the largest scale, the summed statistics."""
     total = measures[0]
     for measure in measures[1:]:
-        total = jnp.concatenate([jnp.maximum(total[:1], measure[:1]), total[1:] + measure[1:]])
+        largest = jnp.maximum(total[:1], measure[:1])
+        # Without statistics there is nothing to join, and XLA on CPU crashes on joining nothing (jax 0.11).
+        total = largest if total.size == 1 else jnp.concatenate([largest, total[1:] + measure[1:]])
     return total
