@@ -62,8 +62,8 @@ def test_psum_is_the_same_on_every_rank(name, size):
         assert snr(np.asarray(x, np.float32).sum(0), y[0]) > SNR[name] - 3.3
 
 
-@pytest.mark.parametrize("codec", ["none", "taco", "int6h"])
-def test_the_step_trains(codec):
+@pytest.mark.parametrize("codec, chains", [("none", 1), ("taco", 1), ("int6h", 1), ("none", 2), ("taco", 4)])
+def test_the_step_trains(codec, chains):
     from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
     from taco_jax.mesh import make_mesh
     from taco_jax.models.config import ModelConfig
@@ -78,6 +78,8 @@ def test_the_step_trains(codec):
         optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=2),
         global_batch=8,
         steps=20,
+        chains=chains,
+        remat="full",
     )
     tokens = np.random.default_rng(0).integers(0, 64, (8, 257)).astype(np.int32)
 
@@ -91,6 +93,7 @@ def test_the_step_trains(codec):
         return out
 
     ours = losses(config)
-    exact = losses(dataclasses.replace(config, mesh=MeshConfig(), compression=CompressionConfig("none", "none")))
+    plain = {"mesh": MeshConfig(), "compression": CompressionConfig("none", "none"), "chains": 1, "remat": "none"}
+    exact = losses(dataclasses.replace(config, **plain))
     assert ours[-1] < ours[0] - 0.5
     np.testing.assert_allclose(ours, exact, rtol=0.02)
