@@ -17,7 +17,6 @@ output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -40,6 +39,20 @@ CODECS = "none,taco,e4m3,e5m2,int8h,int6h,int5h,int4h,int6h:none,none:int6h"
 # Validation loss against bf16 in arXiv 2604.24088: its GPT-350M runs, and its ablation of the element format.
 PAPER = {"taco": "+0.25 % (350M), +0.17 % (ablation)", "e5m2": "+24 %", "int8h": "INT8 without rotation diverges"}
 HERE = Path(__file__).parent
+# Flags of the trainer that the study sets itself, beside runs.NOT_HANDED_ON.
+OWN = {
+    "seed": "the seeds are those of --seeds",
+    "steps": "they are those of the study's own --steps, once",
+    "global-batch": "set --batch",
+    "data.train": "set --tokens, a folder with train.bin and val.bin",
+    "data.validation": "set --tokens, a folder with train.bin and val.bin",
+    "optimizer.warmup-steps": "set --warmup",
+    "evaluation.every": "each run is validated at its end",
+    "metrics.snr-every": "SNR is measured ten times in a run",
+    "metrics.every": "every tenth step is kept",
+    "stop-after": "set --steps: a run that stops early has not had its whole schedule",
+    "checkpoint.enabled": "a run's folder is gone after it",
+}
 
 
 def one_pass(tokens: Path, batch: int, length: int) -> int:
@@ -155,13 +168,14 @@ def report(out: Path, named_commit: str | None) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runs.parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, help="folder with train.bin and val.bin")
     parser.add_argument("--model", default="gpt2_124m", choices=MODELS)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=None, help="default: one pass over the tokens")
+    parser.add_argument("--warmup", type=int, default=None, help="steps of warm-up; default: a tenth of the steps")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after that long")
     parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
@@ -173,15 +187,20 @@ def main(arguments: Sequence[str]) -> int:
     for key in ("steps", "batch", "timeout"):
         value = getattr(args, key)
         runs.require(value is None or value > 0, f"--{key}", value, "must be above 0")
+    runs.require(args.warmup is None or args.warmup >= 0, "--warmup", args.warmup, "must be 0 or more steps")
     if args.report:
+        runs.require(not flags, "--report", " ".join(flags), "runs nothing, so it takes no flags of the trainer")
         if not args.out.is_dir() or not report(args.out, args.commit):
             raise ConfigError(f"--out={args.out}: has no finished run of codec none to compare with")
         return 0
     runs.require(args.tokens, "--tokens", args.tokens, "needed: a folder with train.bin and val.bin")
     for name in ("train.bin", "val.bin"):
         runs.file("--tokens", args.tokens / name, "tokenize_corpus.py makes one")
+    config = str(HERE / f"{args.model}.py")
+    length = runs.experiment(config, flags, OWN, ["--global-batch", str(args.batch)]).data.sequence_length
     runs.folder("--out", args.out)
-    steps = args.steps or one_pass(args.tokens, args.batch, 1024)
+    steps = args.steps or one_pass(args.tokens, args.batch, length)
+    warmup = round(steps / 10) if args.warmup is None else args.warmup
     start, failures = time.monotonic(), 0
     for seed in seeds:
         for codec in codecs:
@@ -193,12 +212,12 @@ def main(arguments: Sequence[str]) -> int:
                 own = [
                     "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
                     "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
-                    "--optimizer.warmup-steps", str(round(steps / 10)), "--evaluation.every", str(steps),
+                    "--optimizer.warmup-steps", str(warmup), "--evaluation.every", str(steps),
                     "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
                 ]  # fmt: skip
                 try:
                     own = [*runs.codec_flags(codec), *own, *flags]
-                    runs.train(str(HERE / f"{args.model}.py"), workdir, own, timeout=args.timeout)
+                    runs.train(config, workdir, own, timeout=args.timeout)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     failures += 1
                     print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -72,7 +71,7 @@ def table(results: dict[str, dict[str, dict]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runs.parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--links", default="nvlink,host")
@@ -83,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     codecs, links = runs.codecs(args.codecs, more=["free"]), runs.choices("--links", args.links, LINKS)
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
     runs.require(args.timeout > 0, "--timeout", args.timeout, "must be above 0 seconds")
+    runs.experiment(args.config, flags, {"metrics.every": "the medians are over steps"})
     runs.folder("--out", args.out)
     results, failures = {}, []
     for link in links:

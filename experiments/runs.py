@@ -5,6 +5,7 @@ Their main functions run under `taco_jax.cli.run`: a ConfigError is one line on 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -13,10 +14,22 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from taco_jax import cli
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError, nearest
+from taco_jax.config import ConfigError, TrainConfig, check, nearest
 
 TRAINER = ("-m", "taco_jax.train")
+# Flags that no study hands on to the trainer, and why. The trainer takes the last of two values: what a study means to
+# vary would be the same in all of its runs, under another name in its table.
+NOT_HANDED_ON = {
+    "config": "the study names the experiment itself",
+    "workdir": "each run has an empty folder of its own",
+    "checkpoint.resume-step": "each run starts at its first step",
+    "dry-run": "trains nothing, so there is nothing to compare; give it to python -m taco_jax.train",
+    "compression.forward": "the codecs are those of --codecs",
+    "compression.backward": "the codecs are those of --codecs, a pair as forward:backward",
+    "compression.plan": "it would hold for every codec of --codecs, none too",
+}
 
 
 def train(
@@ -41,6 +54,24 @@ def train(
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
     return read(workdir / "metrics.jsonl")
+
+
+def experiment(config: str, flags: Sequence[str], own: Mapping[str, str], settings: Sequence[str] = ()) -> TrainConfig:
+    """What the trainer would make of a study's `settings` and of the `flags` to be handed on, checked before any run.
+
+    own: the flags that this study sets beside NOT_HANDED_ON, each with what to do instead.
+
+    Raises ConfigError for one of those flags in any spelling (a_b, a-b, flag=value, no-flag), and as the trainer does.
+    """
+    refused = NOT_HANDED_ON | own
+    for i, flag in enumerate(flags):
+        if flag.startswith("--"):
+            group, dot, last = flag[2:].split("=")[0].replace("_", "-").rpartition(".")
+            for name in (group + dot + last, group + dot + last.removeprefix("no-")):
+                if name in refused:
+                    value = [v for v in flags[i + 1 : i + 2] if not v.startswith("--")]
+                    raise ConfigError(f"{' '.join([flag, *value])}: no flag for a study's runs: {refused[name]}")
+    return check(cli.parse(["--config", config, *settings, *flags]))
 
 
 def read(metrics: Path) -> list[dict]:
@@ -142,3 +173,9 @@ def header(title: str, named_commit: str | None = None) -> list[str]:
         f"* command: `python {' '.join(sys.argv)}`",
         "",
     ]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """For a study's arguments. Others are the trainer's: none may be taken for the start of one of the study's."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)

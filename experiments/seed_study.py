@@ -14,7 +14,6 @@ output     OUT/README.md (hardware, commit, command, table), OUT/summary.json, O
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -68,7 +67,7 @@ def table(summary: dict, ratios: dict[str, float]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runs.parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="none,taco")
@@ -79,6 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     codecs = runs.codecs(args.codecs)
     seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/quickstart.py")
+    runs.experiment(args.config, flags, {"seed": "the seeds are those of --seeds"})
     runs.folder("--out", args.out)
     losses: dict[str, dict[str, float]] = {codec: {} for codec in codecs}
     ratios, seconds = {}, {}

@@ -30,6 +30,17 @@ BAD = [
     ("link_study", ["--config", "nowhere.py"], "--config=nowhere.py: no such file; name an experiment"),
     ("seed_study", ["--config", "nowhere.py"], "--config=nowhere.py: no such file"),
     ("seed_study", [*LINKS, "--codecs", "tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
+    ("seed_study", [*LINKS, "--seed", "7"], "--seed 7: no flag for a study's runs: the seeds are those of --seeds"),
+    ("seed_study", [*LINKS, "--compression.forward=int4h"], "--compression.forward=int4h: no flag for a study's runs"),
+    ("seed_study", [*LINKS, "--workdir", "runs/a"], "--workdir runs/a: no flag for a study's runs: each run has"),
+    ("seed_study", [*LINKS, "--checkpoint.resume_step", "5"], "--checkpoint.resume_step 5: no flag for a study's"),
+    ("seed_study", [*LINKS, "--compression.plan", "*", "taco:taco"], "--compression.plan *: no flag for a study's"),
+    ("seed_study", [*LINKS, "--mesh.tpp", "4"], "unknown option --mesh.tpp; did you mean --mesh.tp?"),
+    ("seed_study", [*LINKS, "--mesh.tp", "3"], "3"),
+    ("link_study", [*LINKS, "--dry-run"], "--dry-run: no flag for a study's runs: trains nothing"),
+    ("link_study", [*LINKS, "--no_dry_run", "--steps", "5"], "--no_dry_run: no flag for a study's runs"),
+    ("link_study", [*LINKS, "--compression.backward", "none"], "--compression.backward none: no flag for"),
+    ("link_study", [*LINKS, "--metrics.every=10"], "--metrics.every=10: no flag for a study's runs: the medians"),
 ]  # fmt: skip
 
 
