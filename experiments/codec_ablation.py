@@ -20,9 +20,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +70,7 @@ def collect(out: Path, model: str) -> dict[str, dict[str, list[dict]]]:
     for path in sorted(out.glob(f"{model}-*.jsonl")):
         match = re.fullmatch(rf"{model}-(\w+(?:\+\w+)?)-(\d+)\.jsonl", path.name)
         if match:
-            found.setdefault(match[1].replace("+", ":"), {})[match[2]] = runs.read(path)
+            found.setdefault(match[1].replace("+", ":"), {})[match[2]] = runs.read_kept(path)
     usual = CODECS.split(",")
     return dict(sorted(found.items(), key=lambda item: (item[0] not in usual, [*usual, item[0]].index(item[0]))))
 
@@ -82,7 +80,8 @@ def snr(records: list[dict]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for record in records:
         for site, measured in record.get("sites", {}).items():
-            values.setdefault(site, []).append(measured["snr_db"])
+            if measured["snr_db"] is not None:  # where nothing was sent, there is none
+                values.setdefault(site, []).append(measured["snr_db"])
     return {site: statistics.mean(v) for site, v in values.items()}
 
 
@@ -177,14 +176,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=None, help="default: one pass over the tokens")
     parser.add_argument("--warmup", type=int, default=None, help="steps of warm-up; default: a tenth of the steps")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after that long")
+    parser.add_argument("--minutes", type=float, default=None, help="start no run after that long")
     parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
     parser.add_argument("--report", action="store_true", help="only write the tables and the plot of what is there")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args, flags = parser.parse_known_args(arguments)
     codecs = runs.codecs(args.codecs)
     seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
-    for key in ("steps", "batch", "timeout"):
+    timeout, minutes = runs.limit("--timeout", args.timeout), runs.limit("--minutes", args.minutes)
+    for key in ("steps", "batch"):
         value = getattr(args, key)
         runs.require(value is None or value > 0, f"--{key}", value, "must be above 0")
     runs.require(args.warmup is None or args.warmup >= 0, "--warmup", args.warmup, "must be 0 or more steps")
@@ -199,30 +199,29 @@ def main(arguments: Sequence[str]) -> int:
     config = str(HERE / f"{args.model}.py")
     length = runs.experiment(config, flags, OWN, ["--global-batch", str(args.batch)]).data.sequence_length
     runs.folder("--out", args.out)
+    for model in MODELS:
+        collect(args.out, model)  # raises now what it would raise after a run
     steps = args.steps or one_pass(args.tokens, args.batch, length)
     warmup = round(steps / 10) if args.warmup is None else args.warmup
     start, failures = time.monotonic(), 0
     for seed in seeds:
         for codec in codecs:
             kept = args.out / name_of(args.model, codec, seed)
-            if kept.exists() or time.monotonic() - start > 60 * args.minutes:
+            if kept.exists() or (minutes and time.monotonic() - start > 60 * minutes):
                 continue
-            with tempfile.TemporaryDirectory() as folder:
-                workdir = Path(folder) / "run"
-                own = [
-                    "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
-                    "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
-                    "--optimizer.warmup-steps", str(warmup), "--evaluation.every", str(steps),
-                    "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
-                ]  # fmt: skip
-                try:
-                    own = [*runs.codec_flags(codec), *own, *flags]
-                    runs.train(config, workdir, own, timeout=args.timeout)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failures += 1
-                    print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
-                    continue
-                runs.keep(workdir, kept, every=10)
+            own = [
+                *runs.codec_flags(codec),
+                "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
+                "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
+                "--optimizer.warmup-steps", str(warmup), "--evaluation.every", str(steps),
+                "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
+            ]  # fmt: skip
+            try:
+                runs.make(config, kept, [*own, *flags], timeout=timeout, every=10)
+            except runs.FAILURES as error:
+                failures += 1
+                print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                continue
             report(args.out, args.commit)
     return 1 if failures else 0
 
