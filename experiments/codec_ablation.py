@@ -17,13 +17,10 @@ output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +37,20 @@ CODECS = "none,taco,e4m3,e5m2,int8h,int6h,int5h,int4h,int6h:none,none:int6h"
 # Validation loss against bf16 in arXiv 2604.24088: its GPT-350M runs, and its ablation of the element format.
 PAPER = {"taco": "+0.25 % (350M), +0.17 % (ablation)", "e5m2": "+24 %", "int8h": "INT8 without rotation diverges"}
 HERE = Path(__file__).parent
+# Flags of the trainer that the study sets itself, beside runs.NOT_HANDED_ON.
+OWN = {
+    "seed": "the seeds are those of --seeds",
+    "steps": "they are those of the study's own --steps, once",
+    "global-batch": "set --batch",
+    "data.train": "set --tokens, a folder with train.bin and val.bin",
+    "data.validation": "set --tokens, a folder with train.bin and val.bin",
+    "optimizer.warmup-steps": "set --warmup",
+    "evaluation.every": "each run is validated at its end",
+    "metrics.snr-every": "SNR is measured ten times in a run",
+    "metrics.every": "every tenth step is kept",
+    "stop-after": "set --steps: a run that stops early has not had its whole schedule",
+    "checkpoint.enabled": "a run's folder is gone after it",
+}
 
 
 def one_pass(tokens: Path, batch: int, length: int) -> int:
@@ -59,7 +70,7 @@ def collect(out: Path, model: str) -> dict[str, dict[str, list[dict]]]:
     for path in sorted(out.glob(f"{model}-*.jsonl")):
         match = re.fullmatch(rf"{model}-(\w+(?:\+\w+)?)-(\d+)\.jsonl", path.name)
         if match:
-            found.setdefault(match[1].replace("+", ":"), {})[match[2]] = runs.read(path)
+            found.setdefault(match[1].replace("+", ":"), {})[match[2]] = runs.read_kept(path)
     usual = CODECS.split(",")
     return dict(sorted(found.items(), key=lambda item: (item[0] not in usual, [*usual, item[0]].index(item[0]))))
 
@@ -69,7 +80,8 @@ def snr(records: list[dict]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for record in records:
         for site, measured in record.get("sites", {}).items():
-            values.setdefault(site, []).append(measured["snr_db"])
+            if measured["snr_db"] is not None:  # where nothing was sent, there is none
+                values.setdefault(site, []).append(measured["snr_db"])
     return {site: statistics.mean(v) for site, v in values.items()}
 
 
@@ -155,55 +167,61 @@ def report(out: Path, named_commit: str | None) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runs.parser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, help="folder with train.bin and val.bin")
     parser.add_argument("--model", default="gpt2_124m", choices=MODELS)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=None, help="default: one pass over the tokens")
+    parser.add_argument("--warmup", type=int, default=None, help="steps of warm-up; default: a tenth of the steps")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after that long")
+    parser.add_argument("--minutes", type=float, default=None, help="start no run after that long")
     parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
     parser.add_argument("--report", action="store_true", help="only write the tables and the plot of what is there")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args, flags = parser.parse_known_args(arguments)
     codecs = runs.codecs(args.codecs)
     seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
-    for key in ("steps", "batch", "timeout"):
+    timeout, minutes = runs.limit("--timeout", args.timeout), runs.limit("--minutes", args.minutes)
+    for key in ("steps", "batch"):
         value = getattr(args, key)
         runs.require(value is None or value > 0, f"--{key}", value, "must be above 0")
+    runs.require(args.warmup is None or args.warmup >= 0, "--warmup", args.warmup, "must be 0 or more steps")
     if args.report:
+        runs.require(not flags, "--report", " ".join(flags), "runs nothing, so it takes no flags of the trainer")
         if not args.out.is_dir() or not report(args.out, args.commit):
             raise ConfigError(f"--out={args.out}: has no finished run of codec none to compare with")
         return 0
     runs.require(args.tokens, "--tokens", args.tokens, "needed: a folder with train.bin and val.bin")
     for name in ("train.bin", "val.bin"):
         runs.file("--tokens", args.tokens / name, "tokenize_corpus.py makes one")
+    config = str(HERE / f"{args.model}.py")
+    length = runs.experiment(config, flags, OWN, ["--global-batch", str(args.batch)]).data.sequence_length
     runs.folder("--out", args.out)
-    steps = args.steps or one_pass(args.tokens, args.batch, 1024)
+    for model in MODELS:
+        collect(args.out, model)  # raises now what it would raise after a run
+    steps = args.steps or one_pass(args.tokens, args.batch, length)
+    warmup = round(steps / 10) if args.warmup is None else args.warmup
     start, failures = time.monotonic(), 0
     for seed in seeds:
         for codec in codecs:
             kept = args.out / name_of(args.model, codec, seed)
-            if kept.exists() or time.monotonic() - start > 60 * args.minutes:
+            if kept.exists() or (minutes and time.monotonic() - start > 60 * minutes):
                 continue
-            with tempfile.TemporaryDirectory() as folder:
-                workdir = Path(folder) / "run"
-                own = [
-                    "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
-                    "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
-                    "--optimizer.warmup-steps", str(round(steps / 10)), "--evaluation.every", str(steps),
-                    "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
-                ]  # fmt: skip
-                try:
-                    own = [*runs.codec_flags(codec), *own, *flags]
-                    runs.train(str(HERE / f"{args.model}.py"), workdir, own, timeout=args.timeout)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failures += 1
-                    print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
-                    continue
-                runs.keep(workdir, kept, every=10)
+            own = [
+                *runs.codec_flags(codec),
+                "--data.train", str(args.tokens / "train.bin"), "--data.validation", str(args.tokens / "val.bin"),
+                "--steps", str(steps), "--global-batch", str(args.batch), "--seed", seed,
+                "--optimizer.warmup-steps", str(warmup), "--evaluation.every", str(steps),
+                "--metrics.snr-every", str(max(1, steps // 10)), "--checkpoint.no-enabled",
+            ]  # fmt: skip
+            try:
+                runs.make(config, kept, [*own, *flags], timeout=timeout, every=10)
+            except runs.FAILURES as error:
+                failures += 1
+                print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                continue
             report(args.out, args.commit)
     return 1 if failures else 0
 

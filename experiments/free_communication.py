@@ -1,11 +1,12 @@
-"""The trainer with the sums over the tensor-parallel ranks left out: the ceiling of what compression can reach.
+"""The trainer without the messages between tensor-parallel ranks: the ceiling of what compression can reach.
 
     python experiments/free_communication.py --config experiments/qwen7b.py --compression.forward none \
         --compression.backward none
 
-Takes the trainer's flags. The program is the exact one, but every psum over tp of 1 MiB and more hands its operand
-on: the same matmuls, memory and schedule, and no waiting. The losses it prints mean nothing. (`link_study.py` runs it
-for the codec name "free".)
+Takes the trainer's flags. The program is the exact one, but every message that a codec could have made smaller, all
+rows "activation" of the trainer's table, is made up of this rank's own values: a sum is its own term, a gathered array
+repeats its own part. The same matmuls, memory and schedule, and no waiting. The losses it prints mean nothing.
+(`link_study.py` runs it for the codec name "free".)
 """
 
 from __future__ import annotations
@@ -13,41 +14,78 @@ from __future__ import annotations
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import cli, train
+from taco_jax.collectives import differentiable
 
-LEAST_BYTES = 1 << 20
+# A scope of names tells the lowering rules which collectives are messages. A size could not: with --chains a message is
+# as small as other sums are without.
+SCOPE = "a_message_that_is_free"
 
 
-def psum_primitive():
-    """The primitive behind jax.lax.psum in a shard_map that checks varying axes."""
+def own_term(x, **_):
+    return x
+
+
+def own_part(x, *, scatter_dimension: int, axis_size: int, tiled: bool, **_):
+    if tiled:
+        return lax.slice_in_dim(x, 0, x.shape[scatter_dimension] // axis_size, axis=scatter_dimension)
+    return lax.index_in_dim(x, 0, scatter_dimension, keepdims=False)
+
+
+def repeated(x, *, all_gather_dimension: int, axis_size: int, tiled: bool, **_):
+    return (jnp.concatenate if tiled else jnp.stack)([x] * axis_size, axis=all_gather_dimension)
+
+
+FREE = {"psum": own_term, "psum_scatter": own_part, "all_gather": repeated}
+
+
+class _MarkedLax:
+    """jax.lax for the module that sends messages: its collectives carry SCOPE."""
+
+    def __getattr__(self, name: str):
+        function = getattr(lax, name)
+        return jax.named_scope(SCOPE)(function) if name in FREE else function
+
+
+def primitive_of(name: str):
+    """The primitive behind a collective of jax.lax in a shard_map that checks varying axes."""
     mesh = jax.sharding.AbstractMesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    body = jax.shard_map(lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=P("tp"), out_specs=P())
-    (outer,) = jax.make_jaxpr(body)(np.zeros(1, np.float32)).eqns
+    spec = P() if name == "psum" else P("tp")
+    body = jax.shard_map(lambda x: getattr(lax, name)(x, "tp"), mesh=mesh, in_specs=P("tp"), out_specs=spec)
+    (outer,) = jax.make_jaxpr(body)(np.zeros((1, 1), np.float32)).eqns
     (inner,) = outer.params["jaxpr"].eqns
     return inner.primitive
 
 
-def leave_out_sums() -> None:
-    """From here on, large psums over tp compile to nothing."""
-    primitive = psum_primitive()
-    lower = mlir._lowerings[primitive]
-    lower = getattr(lower, "rule", lower)
+def leave_out_messages() -> None:
+    """From here on, exact messages of taco_jax compile to what the rank has itself."""
+    differentiable.lax = _MarkedLax()
+    for name, free in FREE.items():
+        primitive = primitive_of(name)
+        # A rule of one platform goes before the one for all.
+        rules = {None: mlir._lowerings[primitive]}
+        rules |= {p: of[primitive] for p, of in mlir._platform_specific_lowerings.items() if primitive in of}
+        for platform, rule in rules.items():
+            rule = _rule(getattr(rule, "rule", rule), mlir.lower_fun(free, multiple_results=False))
+            # What is cached does not know the scope.
+            mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
 
-    def rule(context, *operands, axes, **parameters):
-        sizes = [aval.size * aval.dtype.itemsize for aval in context.avals_in]
-        if tuple(axes) == ("tp",) and min(sizes) >= LEAST_BYTES:
-            return operands
-        return lower(context, *operands, axes=axes, **parameters)
 
-    mlir.register_lowering(primitive, rule)
+def _rule(sent, free):
+    def rule(context, *operands, **parameters):
+        return (free if SCOPE in str(context.name_stack) else sent)(context, *operands, **parameters)
+
+    return rule
 
 
 def main(args) -> int:
-    leave_out_sums()
+    leave_out_messages()
     # Gradients of sums that are not there need not be finite, and the steps count all the same.
     return train.main([*args, "--max-skipped-in-a-row", str(10**9)])
 

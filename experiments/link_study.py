@@ -11,10 +11,8 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,15 +62,17 @@ def table(results: dict[str, dict[str, dict]]) -> str:
     for link, of_link in results.items():
         for codec, r in of_link.items():
             ratio = f"{r['speedup']:.2f}x" if "speedup" in r else "n/a"
+            # A loss that was not finite is null in the metrics.
+            losses = ["n/a" if r[key] is None else f"{r[key]:.4f}" for key in ("first_loss", "last_loss")]
             lines.append(
-                f"| {link} | {codec} | {r['ms']:.1f} | {r['spread_ms']:.1f} | {ratio} | {r['first_loss']:.4f} | "
-                f"{r['last_loss']:.4f} | {r['peak_gb']:.1f} | {r['comm_mb']:.1f} |"
+                f"| {link} | {codec} | {r['ms']:.1f} | {r['spread_ms']:.1f} | {ratio} | {' | '.join(losses)} | "
+                f"{r['peak_gb']:.1f} | {r['comm_mb']:.1f} |"
             )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runs.parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--links", default="nvlink,host")
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     args, flags = parser.parse_known_args(arguments)
     codecs, links = runs.codecs(args.codecs, more=["free"]), runs.choices("--links", args.links, LINKS)
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
-    runs.require(args.timeout > 0, "--timeout", args.timeout, "must be above 0 seconds")
+    timeout = runs.limit("--timeout", args.timeout)
+    runs.experiment(args.config, flags, {"metrics.every": "the medians are over steps"}, validated=False)
     runs.folder("--out", args.out)
     results, failures = {}, []
     for link in links:
@@ -93,9 +94,9 @@ def main(arguments: Sequence[str]) -> int:
                     program = [str(HERE / "free_communication.py")] if codec == "free" else runs.TRAINER
                     own = runs.codec_flags("none" if codec == "free" else codec)
                     records = runs.train(
-                        args.config, workdir, [*own, *flags], env=LINKS[link], timeout=args.timeout, program=program
+                        args.config, workdir, [*own, *flags], env=LINKS[link], timeout=timeout, program=program
                     )
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                except runs.FAILURES as error:
                     failures.append(f"{link}/{codec}: {error}")
                     print("FAILED", failures[-1], flush=True)
                     continue

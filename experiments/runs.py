@@ -5,18 +5,39 @@ Their main functions run under `taco_jax.cli.run`: a ConfigError is one line on 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
+import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from taco_jax import cli
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError, nearest
+from taco_jax.config import ConfigError, TrainConfig, check, nearest
+from taco_jax.metrics import read_records
+from taco_jax.workdir import METRICS
 
 TRAINER = ("-m", "taco_jax.train")
+# A study says which run failed, and goes on with the others.
+FAILURES = (RuntimeError, subprocess.TimeoutExpired)
+NUMBERS = ("tokens_per_second", "step_seconds", "comm_bytes", "comm_bytes_bf16")  # that tables take from each record
+LONGEST = 2e6  # seconds: subprocess can wait for no more than 2^31 ms
+# Flags that no study hands on to the trainer, and why. The trainer takes the last of two values: what a study means to
+# vary would be the same in all of its runs, under another name in its table.
+NOT_HANDED_ON = {
+    "config": "the study names the experiment itself",
+    "workdir": "each run has an empty folder of its own",
+    "checkpoint.resume-step": "each run starts at its first step",
+    "dry-run": "trains nothing, so there is nothing to compare; give it to python -m taco_jax.train",
+    "compression.forward": "the codecs are those of --codecs",
+    "compression.backward": "the codecs are those of --codecs, a pair as forward:backward",
+    "compression.plan": "it would hold for every codec of --codecs, none too",
+}
 
 
 def train(
@@ -32,7 +53,7 @@ def train(
 
     timeout: seconds, None for no limit. The environment is handed on, JAX_COMPILATION_CACHE_DIR with it.
 
-    Raises RuntimeError with the end of the trainer's errors if it fails, subprocess.TimeoutExpired.
+    Raises FAILURES: RuntimeError with the end of the trainer's errors, or if it left no metrics.
     """
     command = [sys.executable, *program, "--config", config, "--workdir", str(workdir), *flags]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {})
@@ -40,18 +61,84 @@ def train(
     print(done.stdout[-1000:], flush=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
-    return read(workdir / "metrics.jsonl")
+    return read(workdir / METRICS)
+
+
+def make(config: str, kept: Path, flags: Sequence[str], *, timeout: float | None, every: int = 1) -> list[dict]:
+    """Trains and keeps the metrics if the run came to a validation loss; returns them. Raises FAILURES."""
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = Path(folder) / "run"
+        train(config, workdir, flags, timeout=timeout)
+        records = read(workdir / METRICS)
+        if not is_number(records[-1].get("validation_loss")):
+            raise RuntimeError(f"no validation loss at its last step, {records[-1]['step']}: not kept")
+        keep(workdir, kept, every)
+    return records
+
+
+def experiment(
+    config: str, flags: Sequence[str], own: Mapping[str, str], settings: Sequence[str] = (), *, validated: bool = True
+) -> TrainConfig:
+    """What the trainer would make of a study's `settings` and of the `flags` to be handed on, checked before any run.
+
+    own: the flags that this study sets beside NOT_HANDED_ON, each with what to do instead.
+    validated: the study compares validation losses.
+
+    Raises ConfigError for one of those flags in any spelling (a_b, a-b, flag=value, no-flag), and as the trainer does.
+    """
+    refused = NOT_HANDED_ON | own
+    for i, flag in enumerate(flags):
+        if flag.startswith("--"):
+            group, dot, last = flag[2:].split("=")[0].replace("_", "-").rpartition(".")
+            for name in (group + dot + last, group + dot + last.removeprefix("no-")):
+                if name in refused:
+                    value = [v for v in flags[i + 1 : i + 2] if not v.startswith("--")]
+                    raise ConfigError(f"{' '.join([flag, *value])}: no flag for a study's runs: {refused[name]}")
+    parsed = check(cli.parse(["--config", config, *settings, *flags]))
+    batches = parsed.evaluation.batches
+    rule = "the study compares validation losses; leave it out, or take 1 batch or more"
+    require(not validated or batches != 0, "evaluation.batches", batches, rule)
+    return parsed
 
 
 def read(metrics: Path) -> list[dict]:
-    """The records of a metrics.jsonl."""
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    """The records of a run's metrics.jsonl. Raises RuntimeError if it left none."""
+    records = read_records(metrics) if metrics.is_file() else []
+    if not records:
+        raise RuntimeError("left no metrics")
+    return records
+
+
+def read_kept(kept: Path) -> list[dict]:
+    """The records of a run that an earlier study kept. Raises ConfigError if that is not what the file holds, whole."""
+    again = "delete it, and the study makes its run again"
+    try:
+        whole = kept.read_text().endswith("\n")
+        records = read_records(kept)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {again}") from None
+    except OSError as error:
+        raise ConfigError(f"{kept}: cannot be read as a run's metrics ({error.strerror}); {again}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{kept}: no run's metrics (byte {error.start} is no UTF-8); {again}") from None
+    if not (whole and records):
+        raise ConfigError(f"{kept}: is {'cut off' if records else 'empty'}; {again}")
+    for record in records:
+        missing = [key for key in NUMBERS if not is_number(record.get(key))]
+        require(not missing, f"{kept}, step {record['step']}", ", ".join(missing), f"no number; {again}")
+    loss = records[-1].get("validation_loss")
+    require(is_number(loss), f"{kept}, step {records[-1]['step']}: validation_loss", loss, f"no number; {again}")
+    return records
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def keep(workdir: Path, kept: Path, every: int = 1) -> None:
     """Copies a run's metrics to their place, whole or not at all: of every so many steps, and of those that measured
     more than the others."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = (workdir / METRICS).read_text().splitlines(keepends=True)
     usual = set(json.loads(lines[0]))
     part = kept.with_suffix(".part")
     part.write_text("".join(line for i, line in enumerate(lines) if i % every == 0 or set(json.loads(line)) > usual))
@@ -62,6 +149,12 @@ def require(holds, key: str, value, rule: str) -> None:
     """Raises ConfigError unless `holds`."""
     if not holds:
         raise ConfigError(f"{key}={value}: {rule}")
+
+
+def limit(key: str, value: float | None) -> float | None:
+    """A limit of time, None for none: infinity is none, and so is more than this machine can count to."""
+    require(value is None or value > 0, key, value, "must be above 0; leave it out for no limit")
+    return None if value is None or value > LONGEST else value
 
 
 def choices(key: str, text: str, known: Iterable[str]) -> list[str]:
@@ -142,3 +235,9 @@ def header(title: str, named_commit: str | None = None) -> list[str]:
         f"* command: `python {' '.join(sys.argv)}`",
         "",
     ]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """For a study's arguments. Others are the trainer's: none may be taken for the start of one of the study's."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)

@@ -14,7 +14,6 @@ output     OUT/README.md (hardware, commit, command, table), OUT/summary.json, O
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -55,20 +54,18 @@ def summarise(losses: dict[str, dict[str, float]], base: str) -> dict:
     return out
 
 
-def table(summary: dict, ratios: dict[str, float]) -> str:
+def table(summary: dict) -> str:
     lines = ["| codec | traffic ratio | validation loss, mean | std | difference | equal | by seed |"]
     lines.append("|---|---|---|---|---|---|---|")
     for codec, r in summary.items():
         seeds = ", ".join(f"{s}: {loss:.4f}" for s, loss in r["seeds"].items())
-        lines.append(
-            f"| {codec} | {ratios[codec]:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {r['difference']:+.2%} | "
-            f"{'yes' if r['equal'] else 'no'} | {seeds} |"
-        )
+        compared = "| |" if r["difference"] is None else f"{r['difference']:+.2%} | {'yes' if r['equal'] else 'no'} |"
+        lines.append(f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared} {seeds} |")
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = runs.parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="none,taco")
@@ -79,30 +76,50 @@ def main(arguments: Sequence[str]) -> None:
     codecs = runs.codecs(args.codecs)
     seeds = [str(seed) for seed in runs.numbers("--seeds", args.seeds, 0)]
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/quickstart.py")
+    runs.experiment(args.config, flags, {"seed": "the seeds are those of --seeds"})
+    timeout = runs.limit("--timeout", args.timeout)
     runs.folder("--out", args.out)
-    losses: dict[str, dict[str, float]] = {codec: {} for codec in codecs}
-    ratios, seconds = {}, {}
+    kept = {(codec, seed): args.out / f"{codec.replace(':', '-')}-{seed}.jsonl" for codec in codecs for seed in seeds}
+    # Raises now what it would raise after hours.
+    found = {run: runs.read_kept(path) for run, path in kept.items() if path.exists()}
+    failures = 0
     for seed in seeds:
         for codec in codecs:
-            kept = args.out / f"{codec.replace(':', '-')}-{seed}.jsonl"
-            if not kept.exists():
-                with tempfile.TemporaryDirectory() as folder:
-                    workdir = Path(folder) / f"{codec}-{seed}"
-                    own = [*runs.codec_flags(codec), "--seed", seed, *flags]
-                    runs.train(args.config, workdir, own, timeout=args.timeout)
-                    runs.keep(workdir, kept)
-            records = runs.read(kept)
-            losses[codec][seed] = records[-1]["validation_loss"]
-            ratios[codec] = records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1)
-            seconds[codec] = statistics.median(r["step_seconds"] for r in records)
-        summary = summarise(losses, codecs[0])
-        for codec in codecs:
-            summary[codec] |= {"ratio": ratios[codec], "step_seconds": seconds[codec], "steps": records[-1]["step"]}
-        report = [*runs.header(f"{Path(args.config).stem}: codecs by seed", args.commit), table(summary, ratios)]
-        (args.out / "README.md").write_text("\n".join(report) + "\n\n![loss](loss.png)\n")
-        (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        print(table(summary, ratios), flush=True)
-    draw(args.out, codecs, seeds[0])
+            if (codec, seed) in found:
+                continue
+            own = [*runs.codec_flags(codec), "--seed", seed, *flags]
+            try:
+                found[codec, seed] = runs.make(args.config, kept[codec, seed], own, timeout=timeout)
+            except runs.FAILURES as error:
+                failures += 1
+                print(f"FAILED {codec}, seed {seed}: {error}", file=sys.stderr, flush=True)
+        ran = {codec: {s: found[codec, s] for s in seeds if (codec, s) in found} for codec in codecs}
+        report(args.out, f"{Path(args.config).stem}: codecs by seed", ran, args.commit)
+    for seed in seeds:
+        drawn = [codec for codec in codecs if (codec, seed) in found]
+        if drawn:
+            draw(args.out, drawn, seed)
+            break
+    return 1 if failures else 0
+
+
+def report(out: Path, title: str, ran: dict[str, dict[str, list[dict]]], named_commit: str | None) -> None:
+    """Writes what there is of {codec: {seed: records}}; nothing without a run of the first codec to compare with."""
+    if not ran[next(iter(ran))]:
+        return
+    losses = {codec: {s: r[-1]["validation_loss"] for s, r in by.items()} for codec, by in ran.items() if by}
+    summary = summarise(losses, next(iter(ran)))
+    for codec in summary:
+        *_, records = ran[codec].values()
+        summary[codec] |= {
+            "ratio": records[-1]["comm_bytes_bf16"] / (records[-1]["comm_bytes"] or 1),
+            "step_seconds": statistics.median(r["step_seconds"] for r in records),
+            "steps": records[-1]["step"],
+        }
+    lines = [*runs.header(title, named_commit), table(summary)]
+    (out / "README.md").write_text("\n".join(lines) + "\n\n![loss](loss.png)\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(table(summary), flush=True)
 
 
 def draw(out: Path, codecs: list[str], seed: str) -> None:

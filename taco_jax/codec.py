@@ -244,13 +244,13 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def as_codec(codec: str | Codec | None) -> Codec:
-    """A preset's name or a Codec -> the Codec; None is `none`. Raises ValueError naming the nearest preset."""
+def as_codec(codec: str | Codec | None, key: str = "codec") -> Codec:
+    """A preset's name or a Codec -> the Codec; None is `none`. Else a ValueError with `key` and the nearest preset."""
     if codec is None:
         return CODECS["none"]
     if isinstance(codec, Codec):
         return codec
-    check_choice("codec", codec, tuple(CODECS))
+    check_choice(key, codec, tuple(CODECS))
     return CODECS[codec]
 
 

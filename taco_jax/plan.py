@@ -83,7 +83,7 @@ class Compression:
 
     def __post_init__(self):
         for key in ("forward", "backward"):
-            if as_codec(getattr(self, key)).rounding == "stochastic":
+            if as_codec(getattr(self, key), key).rounding == "stochastic":
                 raise ValueError(
                     f"{key}={getattr(self, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or the "
                     "collectives of taco_jax with key="

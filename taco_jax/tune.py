@@ -77,6 +77,10 @@ class Point:
     exact_seconds: float
 
 
+class StoppedError(RuntimeError):
+    """Measuring failed at one size; what the sizes before it say is written. One line. Exit code 1."""
+
+
 def check(config: TuneConfig) -> TuneConfig:
     """Returns `config`, or raises ConfigError with one line."""
 
@@ -115,6 +119,9 @@ def main(args: Sequence[str]) -> int:
         tune(config)
     except (KernelUnavailableError, tuned.TunedFileError) as error:
         raise ConfigError(str(error)) from error
+    except StoppedError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
@@ -123,6 +130,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
 
     Raises:
       ConfigError: too few devices, or more than one process. KernelUnavailableError: a forced backend that cannot run.
+      StoppedError: a size could not be measured, or the user wants no more of it.
     """
     import jax
 
@@ -144,21 +152,42 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:ranks])
     print(f"{entry}; psum of {config.dtype}, medians of {config.repeats}", flush=True)
     points: dict[str, list[Point]] = {codec: [] for codec in config.codecs}
-    for nbytes in config.sizes:
-        for codec in config.codecs:
-            points[codec].append(_best(config, mesh, codec, nbytes))
-            print(_sentence(codec, points[codec][-1]), flush=True)
-    _print_table(points)
+    stopped = _measure(config, mesh, points)
+    if any(points.values()):
+        _print_table(points)
     result = {
         codec: tuned.Tuned(crossover(found), tuple((p.bytes, p.chunks, p.exchange) for p in found))
         for codec, found in points.items()
+        # A codec that did not pay yet might have at the sizes that are missing: that is not written down as never.
+        if not stopped or crossover(found) is not None
     }
-    tuned.write(file, entry, result)
+    if result:
+        tuned.write(file, entry, result)
     for codec, value in result.items():
         pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
         print(f"{codec} pays {pays}")
-    print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
+    if result:
+        print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
+    if stopped:
+        written = f"the sizes before it are written for {', '.join(result)}" if result else "nothing is written"
+        raise StoppedError(f"{stopped}; {written}")
     return points
+
+
+def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | None:
+    """Adds what it measures to `points`. Returns where it had to stop and why, None if it did not: hours of measuring
+    smaller messages are not lost with one that finds no memory."""
+    for nbytes in config.sizes:
+        for codec in config.codecs:
+            try:
+                points[codec].append(_best(config, mesh, codec, nbytes))
+            except KeyboardInterrupt:
+                return f"interrupted at {size_name(nbytes)}, {codec}"
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                return f"stopped at {size_name(nbytes)}, {codec} ({reason}); try a smaller --largest"
+            print(_sentence(codec, points[codec][-1]), flush=True)
+    return None
 
 
 def crossover(points: Sequence[Point]) -> int | None:

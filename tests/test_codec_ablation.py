@@ -69,11 +69,48 @@ def test_codecs_are_paired_by_the_seeds_that_both_have(study, tmp_path):
     assert "| +1.00% | no | 1 of 2 |" in text and "| int8h | 2.00 | 4.0000 | 0.0000 | | | 0 of 1 |" in text
 
 
-def test_runs_go_on_after_one_that_fails_and_are_kept(study, tmp_path, monkeypatch):
-    tokens, out, asked = tmp_path / "tokens", tmp_path / "out", []
-    tokens.mkdir()
-    (tokens / "train.bin").write_bytes(bytes(2 * (64 * 1024 * 3 + 1)))
-    (tokens / "val.bin").write_bytes(bytes(2))
+@pytest.fixture
+def tokens(tmp_path):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    (folder / "train.bin").write_bytes(bytes(2 * (64 * 1024 * 3 + 1)))
+    (folder / "val.bin").write_bytes(bytes(2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--config", "experiments/quickstart.py"], "the study names the experiment itself"),
+        (["--optimizer.warmup_steps=7"], "set --warmup"),
+        (["--global-batch", "8"], "set --batch"),
+        (["--data.train", "austen"], "set --tokens"),
+        (["--checkpoint.enabled"], "a run's folder is gone after it"),
+        (["--checkpoint.no-enabled"], "a run's folder is gone after it"),
+        (["--stop-after", "2"], "set --steps"),
+    ],
+)
+def test_flags_that_the_study_sets_are_refused(study, flags, message, tokens, tmp_path, capsys):
+    assert cli.run(study.main, ["--out", str(tmp_path / "out"), "--tokens", str(tokens), *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {' '.join(flags)}: no flag for a study's runs: {message}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_runs_are_given(study, tokens, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(study.runs, "train", lambda config, workdir, flags, timeout: given.append(flags) or 1 / 0)
+    arguments = ["--out", str(tmp_path / "out"), "--tokens", str(tokens), "--codecs", "taco"]
+    for more in ([], ["--warmup", "2"], ["--data.sequence-length", "64", "--data.prefetch", "0"]):
+        with pytest.raises(ZeroDivisionError):
+            study.main([*arguments, *more])
+    value = lambda flags, key: flags[flags.index(key) + 1]
+    assert [value(flags, "--optimizer.warmup-steps") for flags in given] == ["0", "2", "5"]
+    assert [value(flags, "--steps") for flags in given] == ["3", "3", "48"]  # one pass
+    assert given[2][-4:] == ["--data.sequence-length", "64", "--data.prefetch", "0"]
+
+
+def test_runs_go_on_after_one_that_fails_and_are_kept(study, tokens, tmp_path, monkeypatch):
+    out, asked = tmp_path / "out", []
 
     def train(config, workdir, flags, timeout):
         asked.append((flags[1], flags[flags.index("--seed") + 1], flags[flags.index("--steps") + 1], timeout))
@@ -100,6 +137,11 @@ def test_runs_go_on_after_one_that_fails_and_are_kept(study, tmp_path, monkeypat
         (["--codecs", ""], "--codecs='': name at least one"),
         (["--seeds", "a"], "--seeds=a: must be integers of at least 0, separated by commas"),
         (["--steps", "0"], "--steps=0: must be above 0"),
+        (["--timeout", "nan"], "--timeout=nan: must be above 0; leave it out for no limit"),
+        (["--minutes", "nan"], "--minutes=nan: must be above 0"),
+        (["--minutes", "-1"], "--minutes=-1.0: must be above 0"),
+        (["--warmup", "-1"], "--warmup=-1: must be 0 or more steps"),
+        (["--report", "--minute", "5"], "--report=--minute 5: runs nothing, so it takes no flags of the trainer"),
         (["--report"], "has no finished run of codec none to compare with"),
         ([], "--tokens=None: needed: a folder with train.bin and val.bin"),
         (["--tokens", "nowhere"], "--tokens=nowhere/train.bin: no such file; tokenize_corpus.py makes one"),

@@ -86,14 +86,70 @@ def test_axes_of_size_one_need_not_be_manual():
         ({"key": 5}, TypeError, r"psum: key=5: must be one key, of jax.random.key\(seed\)"),
         ({"key": np.zeros(2)}, TypeError, r"psum: key=float64\[2\]: must be one key"),
         ({"key": np.zeros((3, 2), np.uint32)}, TypeError, r"psum: key=uint32\[3, 2\]: must be one key"),
-        ({"scales": taco_jax.SiteScales(None, np.zeros((2, 3), np.float32))}, ValueError, r"slot has shape \(2, 3\)"),
+        ({"backward_codec": "tacoo"}, ValueError, r"psum: backward_codec='tacoo' is unknown: did you mean 'taco'\?"),
+        ({"backward_codec": 8}, TypeError, "psum: backward_codec=8 must be a preset name or a Codec"),
+        (
+            {"scales": taco_jax.SiteScales(None, np.zeros((2, 3), np.float32))},
+            ValueError,
+            r"slot is float32\[2, 3\]: ",
+        ),
+        (
+            {"scales": taco_jax.SiteScales(None, np.zeros((2, 1)))},
+            ValueError,
+            r"scales.slot is float64\[2, 1\]: ",
+        ),
+        (
+            {"scales": taco_jax.SiteScales(np.zeros(2, np.float32))},
+            ValueError,
+            r"is float32\[2\]: must be int32\[2\]",
+        ),
+        (
+            {"scales": taco_jax.SiteScales(np.zeros((), np.int32))},
+            ValueError,
+            r"exponents is int32\[\]: must be",
+        ),
+        ({"scales": taco_jax.SiteScales(np.zeros(3, np.int32))}, ValueError, r"psum: scales.exponents is int32\[3\]"),
+        ({"scales": taco_jax.SiteScales([0, 0])}, TypeError, r"psum: scales.exponents=\[0, 0\]: must be int32"),
+        ({"scales": 3}, TypeError, r"psum: scales=3: must be taco_jax.SiteScales\(exponents, slot\), or None"),
+        ({"scales": (None, None)}, TypeError, r"psum: scales=\(None, None\): must be taco_jax.SiteScales"),
+        ({"axis_name": None}, TypeError, "psum: axis_name=None: must be the name of a mesh axis or a tuple of them"),
+        ({"axis_name": 3}, TypeError, "psum: axis_name=3: must be the name"),
+        ({"axis_name": ["tp"]}, TypeError, r"psum: axis_name=\['tp'\]: must be the name"),
+        ({"axis_name": ("tp", 0)}, TypeError, r"psum: axis_name=\('tp', 0\): must be the name"),
     ],
 )
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
-        per_rank(lambda x: taco_jax.psum(x, "tp", **{"codec": "taco", **options}), 2, invarying_out=True)(
+        per_rank(lambda x: taco_jax.psum(x, **{"axis_name": "tp", "codec": "taco", **options}), 2, invarying_out=True)(
             np.ones((2, 16), np.float32)
         )
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (
+            lambda x, **kw: taco_jax.all_gather(x, "tp", axis=1.0, **kw),
+            "axis=1.0: is of type float; must be",
+        ),
+        (
+            lambda x, **kw: taco_jax.psum_scatter(x, "tp", scatter_dimension="0", **kw),
+            "scatter_dimension='0': is of",
+        ),
+        (lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, None, **kw), "concat_axis=None: is of type NoneType"),
+        (lambda x, **kw: taco_jax.ppermute(x, "tp", [(0.5, 1)], **kw), "ppermute: rank of perm=0.5: is of type float"),
+        (
+            lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1, 2)], **kw),
+            r"perm=\[\(0, 1, 2\)\]: must be pairs",
+        ),
+        (lambda x, **kw: taco_jax.ppermute(x, "tp", 5, **kw), "ppermute: perm=5: must be pairs of ranks"),
+        (lambda x, **kw: taco_jax.copy(x, ["tp"], **kw), r"copy: axis_name=\['tp'\]: must be"),
+    ],
+)
+def test_dims_and_ranks_are_integers(call, message):
+    for codec in ("taco", "none"):
+        with pytest.raises(TypeError, match=message):
+            per_rank(lambda x, codec=codec: call(x, codec=codec), 2)(np.ones((2, 2, 16), np.float32))
 
 
 def test_a_batch_of_keys_is_refused():

@@ -1,6 +1,9 @@
-"""What the programs in experiments/ refuse: one line and exit code 2, before anything is measured or written."""
+"""What the programs in experiments/ refuse: one line and exit code 2, before anything is measured or written; and how
+they go on after a run that fails."""
 
 import importlib
+import json
+import subprocess
 
 import pytest
 
@@ -30,6 +33,22 @@ BAD = [
     ("link_study", ["--config", "nowhere.py"], "--config=nowhere.py: no such file; name an experiment"),
     ("seed_study", ["--config", "nowhere.py"], "--config=nowhere.py: no such file"),
     ("seed_study", [*LINKS, "--codecs", "tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
+    ("seed_study", [*LINKS, "--seed", "7"], "--seed 7: no flag for a study's runs: the seeds are those of --seeds"),
+    ("seed_study", [*LINKS, "--compression.forward=int4h"], "--compression.forward=int4h: no flag for a study's runs"),
+    ("seed_study", [*LINKS, "--workdir", "runs/a"], "--workdir runs/a: no flag for a study's runs: each run has"),
+    ("seed_study", [*LINKS, "--checkpoint.resume_step", "5"], "--checkpoint.resume_step 5: no flag for a study's"),
+    ("seed_study", [*LINKS, "--compression.plan", "*", "taco:taco"], "--compression.plan *: no flag for a study's"),
+    ("seed_study", [*LINKS, "--mesh.tpp", "4"], "unknown option --mesh.tpp; did you mean --mesh.tp?"),
+    ("seed_study", [*LINKS, "--mesh.tp", "3"], "3"),
+    ("seed_study", [*LINKS, "--evaluation.batches", "0"], "evaluation.batches=0: the study compares validation losses"),
+    ("seed_study", [*LINKS, "--timeout", "-1"], "--timeout=-1.0: must be above 0; leave it out for no limit"),
+    ("seed_study", [*LINKS, "--timeout", "nan"], "--timeout=nan: must be above 0"),
+    ("link_study", [*LINKS, "--timeout", "nan"], "--timeout=nan: must be above 0"),
+    ("link_study", [*LINKS, "--timeout", "0"], "--timeout=0.0: must be above 0"),
+    ("link_study", [*LINKS, "--dry-run"], "--dry-run: no flag for a study's runs: trains nothing"),
+    ("link_study", [*LINKS, "--no_dry_run", "--steps", "5"], "--no_dry_run: no flag for a study's runs"),
+    ("link_study", [*LINKS, "--compression.backward", "none"], "--compression.backward none: no flag for"),
+    ("link_study", [*LINKS, "--metrics.every=10"], "--metrics.every=10: no flag for a study's runs: the medians"),
 ]  # fmt: skip
 
 
@@ -70,6 +89,106 @@ def test_the_ways_of_a_sum(program):
     assert program("bench_psum").parse("taco,int6h:2,int4h:4:ring") == {
         "taco": ("taco", 1, "auto"), "int6h:2": ("int6h", 2, "auto"), "int4h:4:ring": ("int4h", 4, "ring"),
     }  # fmt: skip
+
+
+def record(step=1, **more):
+    numbers = {"tokens_per_second": 1.0, "comm_bytes": 1, "comm_bytes_bf16": 2, "step_seconds": 1.0, "loss": 3.0}
+    return json.dumps({"step": step} | numbers | more) + "\n"
+
+
+@pytest.fixture
+def seed_study(program, tmp_path, monkeypatch):
+    """seed_study(train, [argument, ...]) -> (exit code, OUT): the study with another trainer."""
+    study = program("seed_study")
+    monkeypatch.setattr(study.runs, "hardware", lambda: "a test")
+
+    def run(train, arguments=()):
+        monkeypatch.setattr(study.runs, "train", train)
+        out = tmp_path / "out"
+        return cli.run(study.main, [*LINKS, "--out", str(out), "--codecs", "none,taco", *arguments]), out
+
+    return run
+
+
+def test_seeds_go_on_after_a_run_that_fails(seed_study, capsys):
+    asked, limits = [], []
+
+    def train(config, workdir, flags, timeout):
+        run = flags[1], flags[flags.index("--seed") + 1]
+        asked.append(run)
+        limits.append(timeout)
+        if run == ("none", "0"):
+            raise RuntimeError("exit code 1: a test")
+        if run == ("taco", "1"):
+            raise subprocess.TimeoutExpired("train", timeout)
+        workdir.mkdir()
+        loss = {} if run == ("none", "1") else {"validation_loss": None if run == ("taco", "2") else 3.0}
+        (workdir / "metrics.jsonl").write_text(record(**loss))
+
+    code, out = seed_study(train, ["--seeds", "0,1,2,3", "--timeout", "7"])
+    assert code == 1 and asked == [(codec, seed) for seed in "0123" for codec in ("none", "taco")]
+    failed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("FAILED")]
+    assert failed == [
+        "FAILED none, seed 0: exit code 1: a test",
+        "FAILED none, seed 1: no validation loss at its last step, 1: not kept",
+        "FAILED taco, seed 1: Command 'train' timed out after 7.0 seconds",
+        "FAILED taco, seed 2: no validation loss at its last step, 1: not kept",
+    ]
+    assert sorted(p.name for p in out.glob("*.jsonl")) == [
+        "none-2.jsonl", "none-3.jsonl", "taco-0.jsonl", "taco-3.jsonl",
+    ]  # fmt: skip
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["taco"]["seeds"] == {"3": 3.0} and (out / "loss.png").exists()
+    asked.clear()
+    limits.clear()
+    assert seed_study(train, ["--seeds", "2", "--timeout", "inf"])[0] == 1
+    assert asked == [("taco", "2")] and limits == [None]  # the other is kept
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (b"", "is empty"),
+        (b"{}\nnot json\n", " line 1: not a record of a step"),
+        (record(validation_loss=3.0).encode()[:-1], "is cut off"),
+        (record(validation_loss=3.0).encode() + record(2).encode()[:9], "is cut off"),
+        (b"\xff\xfe\n", "no run's metrics (byte 0 is no UTF-8)"),
+        (record().encode(), ", step 1: validation_loss=None: no number"),
+        (b'{"step": 1, "validation_loss": 3.0}\n', ", step 1=tokens_per_second, step_seconds, comm_bytes, comm_bytes"),
+        (None, "cannot be read as a run's metrics (Is a directory)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["seed_study", "codec_ablation"])
+def test_a_kept_run_that_is_none(name, content, message, program, seed_study, tmp_path, capsys):
+    out = tmp_path / "out"
+    kept = out / ("none-0.jsonl" if name == "seed_study" else "gpt2_124m-none-0.jsonl")
+    out.mkdir()
+    kept.mkdir() if content is None else kept.write_bytes(content)
+    if name == "seed_study":
+        assert seed_study(lambda *_, **__: pytest.fail("it trained"))[0] == 2
+    else:
+        assert cli.run(program(name).main, ["--out", str(out), "--report"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {kept}") and message in line and line.endswith("the study makes its run again")
+    assert list(out.iterdir()) == [kept] and (content is None or kept.read_bytes() == content)
+
+
+def test_a_run_without_metrics_failed(program, tmp_path, monkeypatch, capsys):
+    study = program("link_study")
+    monkeypatch.setattr(study.runs, "hardware", lambda: "a test")
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys\n"
+        "if 'taco' in sys.argv:\n"
+        "    folder = pathlib.Path(sys.argv[sys.argv.index('--workdir') + 1])\n"
+        "    folder.mkdir()\n"
+        f"    (folder / 'metrics.jsonl').write_text({record(loss=None)!r})\n"
+    )
+    monkeypatch.setattr(study.runs, "TRAINER", [str(tmp_path / "fake.py")])
+    out = tmp_path / "out"
+    arguments = [*LINKS, "--out", str(out), "--links", "host", "--evaluation.batches", "0"]
+    assert cli.run(study.main, arguments) == 1
+    assert "FAILED host/none: left no metrics\n" in capsys.readouterr().out
+    assert "| host | taco | 1000.0 | 0.0 | n/a | n/a | n/a |" in (out / "README.md").read_text()
 
 
 def test_the_free_run_starts_from_any_folder(program, tmp_path, monkeypatch, repository):

@@ -68,8 +68,8 @@ def test_compression_is_a_hashable_value():
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ({"forward": "tacoo"}, r"codec='tacoo' is unknown: did you mean 'taco'\?"),
-        ({"backward": "int4"}, r"codec='int4' is unknown: did you mean 'int4h'\?"),
+        ({"forward": "tacoo"}, r"forward='tacoo' is unknown: did you mean 'taco'\?"),
+        ({"backward": "int4"}, r"backward='int4' is unknown: did you mean 'int4h'\?"),
         (
             {"algorithm": "twoshot"},
             r"algorithm='twoshot' is unknown: did you mean 'two_shot'\? valid are auto, one_shot",

@@ -35,6 +35,37 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
     assert tuned.transport("taco", 4, 16384) == found["taco"].best[1][1:]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile\n"), KeyboardInterrupt()])
+def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, monkeypatch):
+    def best(config, mesh, codec, nbytes):
+        if nbytes == 16 << 10 and codec == "mxfp4":
+            raise error
+        return Point(nbytes, 1, "ring", 1.0 if codec == "mxfp4" or nbytes > 4096 else 3.0, 2.0)
+
+    monkeypatch.setattr(tune, "_best", best)
+    file = tmp_path / "tuned.json"
+    arguments = ["--smallest", "4096", "--largest", "65536", "--output", str(file)]
+    assert cli.run(tune.main, [*arguments, "--codecs", "taco", "mxfp4"]) == 1
+    out, err = capsys.readouterr()
+    reason = "interrupted at 16 KiB, mxfp4"
+    if not isinstance(error, KeyboardInterrupt):
+        reason = (
+            "stopped at 16 KiB, mxfp4 (RuntimeError: RESOURCE_EXHAUSTED: Out of memory while); try a smaller --largest"
+        )
+    assert err == f"error: {reason}; the sizes before it are written for taco, mxfp4\n"
+    assert f"written to {file}" in out and "16 KiB" in out
+    (found,) = tuned.read(file).values()
+    assert found["mxfp4"] == tuned.Tuned(4096, ((4096, 1, "ring"),))
+    assert found["taco"] == tuned.Tuned(16384, ((4096, 1, "ring"), (16384, 1, "ring")))
+    # At 4 KiB taco does not pay. That says nothing of larger messages: what the file has of it stays.
+    assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "taco"]) == 1
+    assert capsys.readouterr().err == f"error: {reason}; the sizes before it are written for mxfp4\n"
+    assert list(tuned.read(file).values()) == [found]
+    assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "--smallest", "16384"]) == 1
+    assert capsys.readouterr().err == f"error: {reason}; nothing is written\n"
+    assert list(tuned.read(file).values()) == [found]
+
+
 def test_the_ways_that_are_tried(monkeypatch):
     tried = []
 

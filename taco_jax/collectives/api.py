@@ -33,6 +33,7 @@ from taco_jax.collectives.message import Label
 from taco_jax.collectives.options import Options, check_options
 from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.compat import varying_axes
+from taco_jax.plan import as_integer
 
 
 def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0,
@@ -63,7 +64,7 @@ def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=N
     """
 
     def one(x, site):
-        dim = _dim(scatter_dimension, x.ndim)
+        dim = _dim("scatter_dimension", scatter_dimension, x.ndim)
         if not _is_float(x):
             plain = lambda: lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=tiled)
             return _exact(site, "psum_scatter", axis_name, x, plain)
@@ -86,7 +87,7 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
 
     def one(x, site):
         ranks = lax.axis_size(axis_name)
-        dim = _dim(axis, x.ndim if tiled else x.ndim + 1)
+        dim = _dim("axis", axis, x.ndim if tiled else x.ndim + 1)
         if not _is_float(x):
             plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
             return _exact(site, "all_gather", axis_name, x, plain, ranks)
@@ -109,7 +110,7 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, cod
     """
 
     def one(x, site):
-        dims = (_dim(split_axis, x.ndim), _dim(concat_axis, x.ndim))
+        dims = (_dim("split_axis", split_axis, x.ndim), _dim("concat_axis", concat_axis, x.ndim))
         if not _is_float(x):
             plain = lambda: lax.all_to_all(x, axis_name, *dims, tiled=tiled)
             return _exact(site, "all_to_all", axis_name, x, plain)
@@ -128,7 +129,7 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     Over several axes ranks count as jax.lax.axis_index(axis_name) does, in the order of the tuple (jax.lax.ppermute's
     own order depends on the version of jax). Backward: the inverse permutation, compressed.
     """
-    perm = tuple((int(s), int(d)) for s, d in perm)
+    perm = _pairs(perm)
 
     def one(x, site):
         if not _is_float(x):
@@ -224,7 +225,17 @@ def _is_float(x) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _dim(dim: int, ndim: int) -> int:
+def _dim(key: str, dim: int, ndim: int) -> int:
+    dim = as_integer(key, dim, "must be an integer, a dim of the array")
     if not -ndim <= dim < ndim:
-        raise ValueError(f"dim {dim} is out of range for an array of {ndim} dims")
+        raise ValueError(f"{key}={dim}: dim {dim} is out of range for an array of {ndim} dims")
     return dim % ndim
+
+
+def _pairs(perm) -> tuple[tuple[int, int], ...]:
+    rule = "must be pairs of ranks, (source, destination)"
+    try:
+        pairs = [(source, destination) for source, destination in perm]
+    except (TypeError, ValueError):
+        raise TypeError(f"ppermute: perm={perm!r}: {rule}") from None
+    return tuple(tuple(as_integer("ppermute: rank of perm", rank, rule) for rank in pair) for pair in pairs)

@@ -12,7 +12,7 @@ from jax import lax
 from taco_jax import tuned
 from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.region import AxisName, axis_tuple, check_region
+from taco_jax.collectives.region import AxisName, check_axis, check_region
 from taco_jax.plan import check_transport
 from taco_jax.scales import STATS_WIDTH, SiteScales
 
@@ -54,21 +54,37 @@ def check_options(entry, axis, codec, backward_codec, scales, key, groups, link,
     """The options of a call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value."""
     if groups is not None:
         raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
-    for c in (codec, backward_codec):
+    check_axis(axis, entry)
+    for name, c in (("codec", codec), ("backward_codec", backward_codec)):
         if not isinstance(c, Codec | str | None):
-            raise TypeError(f"{entry}: codec={c!r} must be a preset name or a Codec")
-    codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec)
+            raise TypeError(f"{entry}: {name}={c!r} must be a preset name or a Codec")
     try:
+        codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec, "backward_codec")
         chunks, min_bytes = check_transport(algorithm, link, backend, exchange, chunks, min_bytes)
         key = _typed_key(key)
+        _check_scales(scales)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{entry}: {error}") from None
-    if scales is not None and scales.slot is not None and scales.slot.shape not in ((2, 1), (2, STATS_WIDTH)):
-        raise ValueError(
-            f"{entry}: slot has shape {scales.slot.shape}: must be (2, 1), or (2, {STATS_WIDTH}) for statistics"
-        )
-    check_region(axis_tuple(axis) if not isinstance(axis, str) else axis, entry)
+    check_region(axis, entry)
     return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, key)
+
+
+def _check_scales(scales) -> None:
+    """Raises TypeError or ValueError for what is no SiteScales of arrays as they must be."""
+    if scales is None:
+        return
+    if not isinstance(scales, SiteScales):
+        raise TypeError(f"scales={scales!r}: must be taco_jax.SiteScales(exponents, slot), or None for no site scale")
+    arrays = {"exponents": (np.int32, [(2,)]), "slot": (np.float32, [(2, 1), (2, STATS_WIDTH)])}
+    for name, (dtype, shapes) in arrays.items():
+        value = getattr(scales, name)
+        if value is None:
+            continue
+        rule = "must be " + ", ".join(f"{np.dtype(dtype)}{list(shape)}" for shape in shapes) + " or None"
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(f"scales.{name}={value!r}: {rule}")
+        if value.shape not in shapes or value.dtype != dtype:
+            raise ValueError(f"scales.{name} is {value.dtype}{list(value.shape)}: {rule}")
 
 
 def _typed_key(key):

@@ -28,6 +28,12 @@ def in_manual_region(axis: AxisName) -> bool:
     return all(a in manual for a in axis_tuple(axis))
 
 
+def check_axis(axis: AxisName, entry: str) -> None:
+    """Raises TypeError for what is no name of a mesh axis, and no tuple of them."""
+    if not isinstance(axis, str | tuple) or not all(isinstance(a, str) for a in axis):
+        raise TypeError(f"{entry}: axis_name={axis!r}: must be the name of a mesh axis or a tuple of them")
+
+
 def check_region(axis: AxisName, entry: str) -> None:
     """Raises ValueError unless `entry` is traced where its gradient is right."""
     mesh = jax.sharding.get_abstract_mesh()

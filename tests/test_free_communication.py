@@ -1,0 +1,31 @@
+"""experiments/free_communication.py: no message is left in the program, whatever the layers look like."""
+
+import json
+
+from helpers import REPOSITORY
+
+CODE = """
+import dataclasses, json, sys
+import free_communication
+from hlo import collectives
+from model_helpers import QWEN2, Run
+
+def messages(sequence_parallel, chains):
+    # 8 x 16 x 32 values, half as many in one of two chains or when they are cut over two ranks. Weights have more,
+    # the sums of the loss fewer.
+    run = Run(QWEN2, tp=2, batch=8, sequence_parallel=sequence_parallel, chains=chains)
+    found = collectives(run.compiled()[0])
+    return len([1 for _, _, n in found if 1024 <= n <= 4096]), len([1 for _, _, n in found if not 1024 <= n <= 4096])
+
+exact = [messages(False, 2), messages(True, 1)]
+free_communication.leave_out_messages()
+print(json.dumps([exact, [messages(s, n) for s in (False, True) for n in (1, 2)]]))
+"""
+
+
+def test_every_message_is_left_out_and_nothing_else(run_python):
+    path = f"{REPOSITORY}/experiments:{REPOSITORY}/tests"
+    run = run_python(CODE, devices=2, env={"PYTHONPATH": f"{REPOSITORY}:{path}"})
+    exact, ((whole, rest), (whole_chains, chains_rest), *cut) = json.loads(run.stdout.splitlines()[-1])
+    assert exact == [[8, chains_rest], [12, cut[0][1]]]
+    assert [whole, whole_chains, *(n for n, _ in cut)] == [0, 0, 0, 0] and rest and all(more for _, more in cut)
