@@ -62,7 +62,7 @@ def compare(codec, geometry, dtype, operation, x, exponent=None, rank=0, most=2e
     exponent = None if exponent is None else jnp.int32(exponent)
     ours = kernel(codec, geometry, dtype, operation)(x, wires, exponent, key, jnp.int32(rank))
     if "encode" in operation:
-        check_wires(codec, operation, ours, theirs, most)
+        check_wires(codec, geometry.per_message, operation, ours, theirs, most)
     else:
         check_values(ours, theirs, codec.block)
 

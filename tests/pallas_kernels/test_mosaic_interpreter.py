@@ -68,7 +68,7 @@ def compare(codec, geometry, dtype, operation, x, exponent=None, rank=0, interpr
     theirs, wires = reference(codec, geometry, dtype, operation, x, exponent, key, rank)
     ours = kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, interpret)
     if "encode" in operation:
-        check_wires(codec, operation, ours, theirs, exact=True)
+        check_wires(codec, geometry.per_message, operation, ours, theirs, exact=True)
     else:
         check_values(ours, theirs, codec.block)
     return ours
