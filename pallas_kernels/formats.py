@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,11 @@ ELEMENTS = {
     "e2m1": (4, 6.0, 1, 0, None),
 }
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0}
+ROTATIONS = ("none", "hadamard", "signed_hadamard")
+ROUNDINGS = ("nearest", "stochastic")
+DTYPES = ("bfloat16", "float16", "float32")
+CODEC_BLOCKS = (8, 16, 32, 64, 128, 256, 512)
+BLOCKS = (32, 64, 128, 256)  # that kernels have
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,15 @@ class Format:
     rotation: str
     scale: str
     rounding: str = "nearest"
+
+    def __post_init__(self):
+        for field, valid in (
+            ("element", tuple(ELEMENTS)), ("rotation", ROTATIONS), ("scale", tuple(SCALE_BYTES)),
+            ("rounding", ROUNDINGS), ("block", CODEC_BLOCKS),
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if value not in valid or isinstance(value, float):
+                raise ValueError(f"Format.{field}={value!r}: must be one of {', '.join(map(str, valid))}")
 
     @property
     def bits(self) -> int:
@@ -116,6 +131,10 @@ class Geometry:
     stride: int | None = None  # from one message's start to the next; None: n
 
     def __post_init__(self):
+        for field in ("elements", "messages", "per_message", "offset", "stride"):
+            value = getattr(self, field)
+            if value is not None or field != "stride":
+                object.__setattr__(self, field, _integer(f"Geometry.{field}", value))
         if min(self.elements, self.messages, self.per_message) < 1:
             raise ValueError(f"{self} must have at least one element, message and element of a message")
         if self.offset < 0 or self.offset + self.per_message > self.distance:
@@ -134,13 +153,44 @@ class Geometry:
         return self.offset == 0 and self.stride in (None, self.per_message)
 
 
-def check_operands(fmt: Format, geometry: Geometry, x=None, wires=None) -> None:
-    """Raises ValueError where an array is not what kernels would take it for: they read and write beyond its end."""
+def check_operands(fmt: Format, geometry: Geometry, x=None, wires=None, *, rank=0, dtype=None) -> None:
+    """Raises ValueError or TypeError where an operand is not what kernels take it for: they read and write beyond its
+    end, or take its bytes for something else. A rank that is traced is not known here."""
+    if fmt.block not in BLOCKS:
+        raise ValueError(f"block={fmt.block}: kernels have blocks of {', '.join(map(str, BLOCKS))}")
     if x is not None and x.size != geometry.elements:
         raise ValueError(f"x has {x.size} elements, and {geometry} says {geometry.elements}")
+    for name, given in (("x", None if x is None else x.dtype), ("dtype", dtype)):
+        if given is not None and _dtype_name(given) not in DTYPES:
+            raise TypeError(f"{name} is {_dtype_name(given)}: kernels take {', '.join(DTYPES)}")
     shape = geometry.messages, fmt.wire_bytes(geometry.per_message)
     if wires is not None and tuple(wires.shape) != shape:
         raise ValueError(f"wires have shape {tuple(wires.shape)}: {geometry} in this format has {shape}")
+    if wires is not None and wires.dtype != np.uint8:
+        raise TypeError(f"wires are {wires.dtype}: must be uint8")
+    if isinstance(rank, int | float | np.generic):
+        rank = _integer("rank", rank)
+        if not 0 <= rank < geometry.messages:
+            raise ValueError(f"rank={rank}: must be from 0 to {geometry.messages - 1}")
+
+
+def check_seed(fmt: Format, seed) -> None:
+    """Raises ValueError or TypeError unless there is a seed for stochastic rounding; with nearest it is not read."""
+    if fmt.rounding == "stochastic" and seed is None:
+        raise ValueError("seed=None: rounding 'stochastic' needs uint32[2], other numbers for each message")
+    if fmt.rounding == "stochastic" and (seed.dtype != np.uint32 or tuple(seed.shape) != (2,)):
+        raise TypeError(f"seed is {seed.dtype}{list(seed.shape)}: must be uint32[2]")
+
+
+def _dtype_name(dtype) -> str:
+    return dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or np.dtype(dtype).name
+
+
+def _integer(key: str, value) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{key}={value!r}: must be an integer, is of type {type(value).__name__}") from None
 
 
 @functools.cache

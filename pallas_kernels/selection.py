@@ -14,16 +14,16 @@ from types import ModuleType
 from typing import Any
 
 from pallas_kernels.devices import compute_capability, describe
-from pallas_kernels.formats import ELEMENTS, SCALE_BYTES, Format, Geometry
+from pallas_kernels.formats import CODEC_BLOCKS, ELEMENTS, ROTATIONS, ROUNDINGS, SCALE_BYTES, Format, Geometry
 
 BACKENDS = ("jnp", "mosaic", "triton")
 OPERATIONS = ("encode", "reduce", "decode")
 _VALID = {
     "operation": OPERATIONS,
     "element": (*ELEMENTS, "none"),
-    "rotation": ("none", "hadamard", "signed_hadamard"),
+    "rotation": ROTATIONS,
     "scale": (*SCALE_BYTES, "paper"),
-    "rounding": ("nearest", "stochastic"),
+    "rounding": ROUNDINGS,
 }
 
 # Codecs that stay with the jnp reference on every device.
@@ -62,8 +62,8 @@ class KernelSpec:
             value = getattr(self, field)
             if value not in valid:
                 raise ValueError(f"KernelSpec.{field}={value!r} is unknown; {_did_you_mean(value, valid)}")
-        if self.block < 1:
-            raise ValueError(f"KernelSpec.block={self.block} must be at least 1; the presets use 32, 128 and 256")
+        if self.block not in CODEC_BLOCKS:
+            raise ValueError(f"KernelSpec.block={self.block} must be one of {', '.join(map(str, CODEC_BLOCKS))}")
         if self.elements < 0:
             raise ValueError(f"KernelSpec.elements={self.elements} must not be negative")
 

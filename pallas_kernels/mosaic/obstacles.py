@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pallas_kernels.formats import ELEMENTS, SCALE_BYTES, Format, Geometry, packing_parts
+from pallas_kernels.formats import BLOCKS, DTYPES, ELEMENTS, SCALE_BYTES, Format, Geometry, packing_parts
 
-DTYPES = ("bfloat16", "float16", "float32")
-BLOCKS = (32, 64, 128, 256)
 # Wires of more peers do not fit the shared memory of a multiprocessor beside the rest.
 MAX_RANKS = 16
 MAX_MESSAGE_BYTES = 2**31 - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.formats import MAX_EXPONENT, Format, Geometry, check_operands
+from pallas_kernels.formats import MAX_EXPONENT, Format, Geometry, check_operands, check_seed
 from pallas_kernels.mosaic import ragged
 from pallas_kernels.mosaic.decoding import decode as _decode_tiles
 from pallas_kernels.mosaic.encoding import encode as _encode_tiles
@@ -22,6 +22,7 @@ from pallas_kernels.mosaic.tiling import ROWS, Tiling
 def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, interpret=None):
     """dtype[S] -> (wires uint8[P, wire_bytes(n)], largest block scale before rounding float32[])."""
     check_operands(fmt, geometry, x_S)
+    check_seed(fmt, seed)
     if not ragged.tiles_fit(fmt, geometry):
         larger = ragged.padded(fmt, geometry)
         x_PN = ragged.messages_of(geometry, x_S, larger.per_message)
@@ -43,7 +44,8 @@ def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, in
 
 def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None):
     """P wires and rank's own chunk of x -> (wire uint8[wire_bytes(n)] of the sum, largest float32[])."""
-    check_operands(fmt, geometry, x_S, wires)
+    check_operands(fmt, geometry, x_S, wires, rank=rank)
+    check_seed(fmt, seed)
     if geometry.messages == 1:
         wires, largest = encode(fmt, geometry, x_S, exponent, seed, interpret=interpret)
         return wires[0], largest
@@ -78,7 +80,7 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
 
 def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, *, interpret=None):
     """P wires and rank's own chunk of x -> the sum, x's dtype[n]."""
-    check_operands(fmt, geometry, x_S, wires)
+    check_operands(fmt, geometry, x_S, wires, rank=rank)
     if geometry.messages == 1:
         return ragged.messages_of(geometry, x_S, geometry.per_message).reshape(-1)
     if not ragged.tiles_fit(fmt, geometry) or ragged.tail(fmt, geometry) is not None:
@@ -100,13 +102,13 @@ def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=No
         return _reduce_tiles(tiling, wires, None, None, _exponents(tiling, exponent), None, dtype).reshape(-1)
 
     messages = wires.shape[0]
-    check_operands(fmt, Geometry(n * messages, messages, n), wires=wires)
+    check_operands(fmt, Geometry(n * messages, messages, n), wires=wires, dtype=dtype)
     return _with_tail(fmt, Geometry(n * messages, messages, n), wires, n, run, interpret)
 
 
 def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, interpret=None):
     """P wires of messages that lie side by side -> dtype[S]."""
-    check_operands(fmt, geometry, wires=wires)
+    check_operands(fmt, geometry, wires=wires, dtype=dtype)
     if not ragged.tiles_fit(fmt, geometry):
         larger = ragged.padded(fmt, geometry)
         wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)

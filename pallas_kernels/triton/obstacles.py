@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.formats import ELEMENTS, SCALE_BYTES, Format
-
-DTYPES = ("bfloat16", "float16", "float32")
-BLOCKS = (32, 64, 128, 256)
+from pallas_kernels.formats import BLOCKS, DTYPES, ELEMENTS, SCALE_BYTES, Format
 
 
 def obstacle(fmt: Format, operation: str, dtype: str) -> str | None:

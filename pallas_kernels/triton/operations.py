@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import UNCALIBRATED, Format, Geometry, check_operands
+from pallas_kernels.formats import UNCALIBRATED, Format, Geometry, check_operands, check_seed
 from pallas_kernels.triton.launch import Launch, capability, launch, multiprocessors
 from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuning
 
@@ -22,6 +22,7 @@ from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuni
 def encode(fmt: Format, geometry: Geometry, x, exponent=None, seed=None) -> tuple[jax.Array, jax.Array]:
     """dtype[S] -> (wires uint8[P, W], largest block scale before rounding float32[], NaN where z is not finite)."""
     check_operands(fmt, geometry, x)
+    check_seed(fmt, seed)
     call = _Call(fmt, "encode", geometry, x.dtype, exponent)
     wires, largest = call.encode(geometry.messages, x, call.nothing, call.nothing, seed)
     return wires.reshape(geometry.messages, -1), largest
@@ -31,14 +32,15 @@ def reduce_encode(
     fmt: Format, geometry: Geometry, wires, x, rank, exponent=None, seed=None
 ) -> tuple[jax.Array, jax.Array]:
     """P wires and rank's own chunk of x, which is not quantised -> (wire uint8[W] of the sum, largest float32[])."""
-    check_operands(fmt, geometry, x, wires)
+    check_operands(fmt, geometry, x, wires, rank=rank)
+    check_seed(fmt, seed)
     call = _Call(fmt, "reduce", geometry, x.dtype, exponent, ranks=wires.shape[0], own=True)
     return call.encode(1, x, wires, _scalar(rank), seed)
 
 
 def reduce_decode(fmt: Format, geometry: Geometry, wires, x, rank, exponent=None) -> jax.Array:
     """P wires and rank's own chunk of x -> the sum, x's dtype[n]."""
-    check_operands(fmt, geometry, x, wires)
+    check_operands(fmt, geometry, x, wires, rank=rank)
     call = _Call(fmt, "reduce", geometry, x.dtype, exponent, ranks=wires.shape[0], own=True)
     return call.decode(1, geometry.per_message, x.dtype, x, wires, _scalar(rank))
 
@@ -46,7 +48,7 @@ def reduce_decode(fmt: Format, geometry: Geometry, wires, x, rank, exponent=None
 def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None) -> jax.Array:
     """uint8[P, W] -> the sum of what all P wires say, dtype[n], in float32 and rank order."""
     ranks = wires.shape[0]
-    check_operands(fmt, Geometry(n * ranks, ranks, n), wires=wires)
+    check_operands(fmt, Geometry(n * ranks, ranks, n), wires=wires, dtype=dtype)
     geometry = Geometry(n, 1, n)
     call = _Call(fmt, "decode", geometry, dtype, exponent, ranks=ranks if ranks > 1 else 0)
     return call.decode(1, n, dtype, call.nothing, wires, call.nothing)
@@ -56,7 +58,7 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None) -> jax.
     """uint8[P, W] -> dtype[S]; zeros where the geometry's messages do not reach."""
     if not geometry.is_whole:
         return decode_into(fmt, geometry, wires, jnp.zeros((geometry.elements,), dtype), exponent)
-    check_operands(fmt, geometry, wires=wires)
+    check_operands(fmt, geometry, wires=wires, dtype=dtype)
     call = _Call(fmt, "decode", geometry, dtype, exponent)
     return call.decode(geometry.messages, geometry.elements, dtype, call.nothing, wires, call.nothing)
 

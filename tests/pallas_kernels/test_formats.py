@@ -54,6 +54,22 @@ def test_presets_have_the_codecs_layout(name):
     assert fmt.wire_bytes(0) == CODECS[name].wire_bytes(0) == 0
 
 
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        (("int7", 128, "none", "bfloat16"), "Format.element='int7': must be one of e4m3, e5m2, int8"),
+        (("int8", 100, "none", "bfloat16"), "Format.block=100: must be one of 8, 16, 32, 64, 128, 256, 512"),
+        (("int8", 128.0, "none", "bfloat16"), "Format.block=128.0: must be one of"),
+        (("int8", 128, "hadamart", "bfloat16"), "Format.rotation='hadamart': must be one of none, hadamard"),
+        (("int8", 128, "none", "paper"), "Format.scale='paper': must be one of float32"),
+        (("int8", 128, "none", "site", "up"), "Format.rounding='up': must be one of nearest, stochastic"),
+    ],
+)
+def test_unknown_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Format(*fields)
+
+
 def test_any_fields_have_the_codecs_layout():
     for fields in FIELDS:
         check(*codecs(fields))

@@ -1,5 +1,6 @@
 """How an array is cut into messages, and which cuts are refused."""
 
+import numpy as np
 import pytest
 
 from pallas_kernels import Geometry
@@ -29,3 +30,17 @@ def test_messages_lie_side_by_side_or_are_a_chunk_of_those():
 def test_bad_geometries(fields, message):
     with pytest.raises(ValueError, match=message):
         Geometry(*fields)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ((10.0, 2, 5), "Geometry.elements=10.0: must be an integer, is of type float"),
+        ((10, 2, None), "Geometry.per_message=None: must be an integer"),
+        ((10, 2, 5, 0, 5.0), "Geometry.stride=5.0: must be an integer"),
+    ],
+)
+def test_geometries_are_of_integers(fields, message):
+    with pytest.raises(TypeError, match=message):
+        Geometry(*fields)
+    assert Geometry(*np.int64([10, 2, 5])) == Geometry(10, 2, 5)

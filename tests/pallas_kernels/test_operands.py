@@ -1,5 +1,6 @@
 """What the kernels' operations say to arrays that are not what the geometry says, and to geometries at the edge."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -38,6 +39,33 @@ def test_arrays_of_another_size_are_refused(operations):
         with pytest.raises(ValueError) as refused:
             call()
         assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("operations", [mosaic, triton], ids=["mosaic", "triton"])
+def test_operands_of_another_kind_are_refused(operations):
+    g, x = Geometry(2 * N, 2, N), random(2 * N)
+    wires = jnp.zeros((2, FMT.wire_bytes(N)), jnp.uint8)
+    stochastic = dataclasses.replace(FMT, rounding="stochastic")
+    small = dataclasses.replace(FMT, block=16)
+    calls = {
+        "rank=2: must be from 0 to 1": lambda: operations.reduce_decode(FMT, g, wires, x, 2),
+        "rank=-1: must be from 0 to 1": lambda: operations.reduce_encode(FMT, g, wires, x, -1),
+        "rank=0.5: must be an integer": lambda: operations.reduce_encode(FMT, g, wires, x, 0.5),
+        "x is int32: kernels take bfloat16, float16, float32": lambda: operations.encode(FMT, g, x.astype(int)),
+        "wires are int8: must be uint8": lambda: operations.decode(FMT, g, wires.astype(jnp.int8), jnp.float32),
+        "dtype is int8: kernels take": lambda: operations.decode(FMT, g, wires, jnp.int8),
+        "dtype is int32: kernels take": lambda: operations.sum_decode(FMT, wires, N, "int32"),
+        "seed=None: rounding 'stochastic' needs uint32[2]": lambda: operations.encode(stochastic, g, x),
+        "seed is int32[2]: must be": lambda: operations.encode(stochastic, g, x, None, jnp.zeros(2, int)),
+        "seed is uint32[3]: must be": lambda: operations.reduce_encode(
+            stochastic, g, wires, x, 0, None, jnp.zeros(3, jnp.uint32)
+        ),
+        "block=16: kernels have blocks of 32, 64, 128, 256": lambda: operations.encode(small, g, x),
+    }
+    for message, call in calls.items():
+        with pytest.raises((ValueError, TypeError)) as refused:
+            call()
+        assert str(refused.value).startswith(message)
 
 
 @interpreted
