@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 import taco_jax
+from taco_jax.step import CHAIN_OPTIONS
 
 
 def relative_error(a, b):
@@ -23,6 +24,9 @@ def relative_error(a, b):
 
 print("python", sys.version.split()[0], "jax", jax.__version__, "taco_jax from", taco_jax.__file__)
 assert "site-packages" in taco_jax.__file__, "the smoke must see the installed package"
+
+# XLA says nothing of a table that is not there.
+assert pathlib.Path(CHAIN_OPTIONS["xla_gpu_experimental_collective_perf_table_path"]).is_file()
 
 x = jax.random.normal(jax.random.key(0), (8, 4096))
 codecs = {name: codec for name, codec in taco_jax.CODECS.items() if name != "none"}
