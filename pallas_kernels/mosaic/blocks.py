@@ -1,6 +1,7 @@
 """From the rotated blocks of a tile to bytes, and back, in registers.
 
 A tile's blocks are a list of float32[64, chunk] arrays in column order: `tiling.chunks_per_block` of them make a block.
+Unrotated blocks of 32 are one array, and go another way: `owned.py`.
 """
 
 from __future__ import annotations
@@ -13,40 +14,47 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.formats import packing_parts
-from pallas_kernels.mosaic import elements, fp4, interleaving, packing, scales, words
+from pallas_kernels.mosaic import elements, interleaving, owned, packing, scales, words
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 
-def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s, x_dtype=None) -> tuple[jax.Array, list]:
-    """Writes the codes of a tile to shared memory [64, row_bytes]. x_dtype: of the values, where z is nothing but them.
+def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tuple[jax.Array, list]:
+    """Writes the codes of a tile to shared memory [64, row_bytes].
 
-    Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64].
+    Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64]; of
+    `owned` blocks int32[64, 8].
     """
-    fmt, n = tiling.fmt, tiling.chunks_per_block
+    if tiling.owned:
+        return owned.encode(tiling, *z, exponent, None if noise is None else noise[0], codes_s)
+    fmt, n, interpret = tiling.fmt, tiling.chunks_per_block, tiling.interpret is not None
+    block_bytes = fmt.block * fmt.bits // 8
     largest, planes, pieces = None, [], []
     for b in range(tiling.blocks_per_row):
         block = z[b * n : (b + 1) * n]
-        amax, bits = _row_maxima(block, tiling.interpret is not None)
+        amax, bits = _row_maxima(block, interpret)
         multiplier, finite, block_planes = scales.compute(fmt, amax, exponent)
-        scaled = [jnp.where(_columns(finite, c), c * _columns(multiplier, c), np.float32(0)) for c in block]
+        scaled = [c * _columns(multiplier, c) for c in block]
         planes.append(block_planes)
         largest = bits if largest is None else jnp.maximum(largest, bits)
-        if x_dtype is not None and fp4.writes(fmt, x_dtype) and tiling.interpret is None:
-            pieces.append(fp4.codes(*_parts(tiling, scaled)))
+        if words.writes(fmt) and not interpret:
+            integers = [elements.rounded(elements.clip(fmt, v, interpret)) for v in scaled]
+            words.store(fmt, codes_s, b * block_bytes, _parts(tiling, integers), finite)
             continue
+        scaled = [jnp.where(_columns(finite, v), v, np.float32(0)) for v in scaled]
         codes = []
         for i, (c, v) in enumerate(zip(block, scaled)):
-            q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i], tiling.interpret is not None)
+            q = elements.to_codes(fmt, v, None if noise is None else noise[b * n + i], interpret)
             if fmt.scale == "site":
                 q = jnp.where(_columns(finite, c), q.astype(jnp.int32), jnp.int32(fmt.nan))
                 q = q.astype(jnp.uint8) if fmt.bits == 8 else q
             codes.append(q)
         pieces += codes if fmt.bits == 8 else packing.pack(fmt, _parts(tiling, codes))
+    if not pieces:
+        return largest, planes
     if interleaving.applies(fmt):
         start = 0
         for piece in pieces:
-            interleaving.store(codes_s, piece, start, tiling.interpret is not None)
+            interleaving.store(codes_s, piece, start, interpret)
             start += piece.shape[1]
     else:
         row = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
@@ -59,6 +67,8 @@ def decode(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
 
     They are exact in float32 and in float16, which the caller prefers; `dtype` is not promised.
     """
+    if tiling.owned:
+        return [owned.decode(tiling, codes_s)]
     width, chunk = interleaving.run_columns(tiling.fmt), tiling.chunk
     blocks = _values(tiling, codes_s, dtype)
     return [_join(runs, i * chunk, chunk, width) for runs in blocks for i in range(tiling.chunks_per_block)]
@@ -81,8 +91,6 @@ def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
             return whole[:, start : start + width]
         return compat.load(codes_s.at[:, pl.ds(start, width)], plgpu.Layout.WGMMA, optimized=False)
 
-    if fp4.reads(fmt) and swizzled and not interpret:
-        return [fp4.values(plane(start)) for start in starts]
     out = []
     for start in starts:
         planes = [plane(start + k) for k in range(0, block_bytes, width)]
@@ -93,7 +101,8 @@ def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
 
 def swizzle(tiling: Tiling) -> int | None:
     """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none or need none."""
-    return tiling.row_bytes if tiling.row_bytes in (64, 128) and not interleaving.applies(tiling.fmt) else None
+    ordered = tiling.owned or interleaving.applies(tiling.fmt)
+    return tiling.row_bytes if tiling.row_bytes in (64, 128) and not ordered else None
 
 
 def codes_scratch(tiling: Tiling, swizzled: int | None, *slots: int):
@@ -117,8 +126,9 @@ def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -
         shape = (ROWS, tiling.chunk)
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
-        if interleaving.applies(tiling.fmt):
-            columns = interleaving.column(columns, interleaving.run_columns(tiling.fmt))
+        if tiling.owned or interleaving.applies(tiling.fmt):
+            run = tiling.row if tiling.owned else interleaving.run_columns(tiling.fmt)
+            columns = interleaving.column(columns, run)
         index = rows * np.uint32(tiling.row) + columns + (start + np.uint32(i * tiling.chunk))
         h = _mix(_mix(index ^ seed[0]) ^ key)
         out.append((h >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24))
@@ -127,8 +137,20 @@ def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -
 
 def scale_rows(tiling: Tiling, values: list, scale: list) -> list[jax.Array]:
     """values[chunk] * scale[its block], row by row."""
+    if tiling.owned:
+        return [owned.scale(*values, scale[0])]
     n = tiling.chunks_per_block
     return [v * _columns(scale[i // n], v) for i, v in enumerate(values)]
+
+
+def store_tile(tiling: Tiling, ref, values: list, transforms: tuple) -> None:
+    """A row's chunks, in the dtype of `ref`, to shared memory [64, row] with these transforms."""
+    interpret = tiling.interpret is not None
+    if tiling.owned:
+        owned.store_tile(ref, *values, interpret)
+        return
+    for i, value in enumerate(values):
+        compat.store_tile(ref.at[:, pl.ds(i * tiling.chunk, tiling.chunk)], value, transforms, interpret)
 
 
 def _mix(x):
@@ -142,7 +164,7 @@ def _mix(x):
 def _parts(tiling, chunks) -> list:
     """A block's chunks -> its parts that share bytes."""
     width, chunk = interleaving.run_columns(tiling.fmt), tiling.chunk
-    starts = [i * width for i in range(packing_parts(tiling.fmt.bits))]
+    starts = range(0, tiling.fmt.block, width)
     return [chunks[o // chunk][:, o % chunk : o % chunk + width] for o in starts]
 
 

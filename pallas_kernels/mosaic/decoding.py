@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, pipeline, rotation
 from pallas_kernels.mosaic.source import Wires
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
@@ -49,9 +48,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
             values = blocks.scale_rows(tiling, rotator.unrotate_codes(codes, m_s), scales)
             plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
             buffer = y_s.at[wg, parity]
-            for i, v in enumerate(values):
-                part = buffer.at[:, pl.ds(i * tiling.chunk, tiling.chunk)]
-                compat.store_tile(part, v.astype(dtype), transforms, tiling.interpret is not None)
+            blocks.store_tile(tiling, buffer, [v.astype(dtype) for v in values], transforms)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, y_g.at[pl.ds(message * tiling.rows + row, ROWS)])
             return carry

@@ -21,15 +21,27 @@ _MAGIC = np.float32(12582912.0)
 def to_codes(fmt: Format, v: jax.Array, noise: jax.Array | None, interpret: bool) -> jax.Array:
     """float32 values, already scaled -> codes: uint8 of an 8-bit format, else int32 in the low `fmt.bits` bits."""
     hardware = noise is None and fmt.element in _HARDWARE
-    # A GPU's cast saturates by itself. Values exceed Qmax only where the scale may be below max|z| / Qmax: a site's, or
-    # mxint8's, whose byte ends 2^6 earlier.
-    if interpret or ((fmt.scale in ("ue5m3", "site") or fmt.scale_bias) and not hardware):
-        v = jnp.minimum(jnp.maximum(v, np.float32(-fmt.maximum)), np.float32(fmt.maximum))
+    # A GPU's cast saturates by itself.
+    if interpret or not hardware:
+        v = clip(fmt, v, interpret)
     if not fmt.is_float:
         return _integer_codes(fmt, v, noise)
     if hardware:
         return lax.bitcast_convert_type(v.astype(_HARDWARE[fmt.element]), jnp.uint8)
     return _float_codes(fmt, v, noise)
+
+
+def rounded(v: jax.Array) -> jax.Array:
+    """Scaled and clipped float32 -> int32 whose low bits are the nearest integer's."""
+    return lax.bitcast_convert_type(v + _MAGIC, jnp.int32)
+
+
+def clip(fmt: Format, v: jax.Array, interpret: bool) -> jax.Array:
+    """Values exceed Qmax only where the scale may be below max|z| / Qmax: a site's, or mxint8's, whose byte ends 2^6
+    earlier."""
+    if interpret or fmt.scale in ("ue5m3", "site") or fmt.scale_bias:
+        return jnp.minimum(jnp.maximum(v, np.float32(-fmt.maximum)), np.float32(fmt.maximum))
+    return v
 
 
 def from_codes(fmt: Format, codes: jax.Array) -> jax.Array:
@@ -52,7 +64,7 @@ def from_codes(fmt: Format, codes: jax.Array) -> jax.Array:
 
 def _integer_codes(fmt, v, noise):
     if noise is None:
-        q = lax.bitcast_convert_type(v + _MAGIC, jnp.int32)
+        q = rounded(v)
     else:
         floor = _floor(v + noise)
         q = jnp.minimum(floor, np.float32(fmt.maximum)).astype(jnp.int32)

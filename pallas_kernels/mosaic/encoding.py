@@ -32,7 +32,6 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
     workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, most)
     width = Writer.tensor_width(tiling)
-    x_dtype = None if rotator.active else x_RC.dtype
 
     def kernel(x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
         wg = workers.warpgroup()
@@ -51,15 +50,15 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             z = rotator.rotate(x_s.at[wg, slot], m_s)
             free()
             noise = inputs.noise(n_g, message, row, offsets)
-            return jnp.maximum(largest, writer.write(message, row, parity, z, noise, x_dtype))
+            return jnp.maximum(largest, writer.write(message, row, parity, z, noise))
 
         def begin():
             writer.fill()
             rotator.wait(m_bar)
 
-        largest = pipeline.run(workers, STAGES, load, work, writer.nothing(), begin)
+        largest = pipeline.run(workers, STAGES, load, work, Writer.nothing(tiling), begin)
         plgpu.wait_smem_to_gmem(0)
-        max_g[workers.index()] = jnp.max(largest)
+        max_g[workers.index()] = Writer.largest(largest)
 
     shape = (workers.warpgroups, STAGES, ROWS, tiling.row)
     x_type = plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk))

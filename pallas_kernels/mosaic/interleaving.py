@@ -6,12 +6,13 @@ order: here position 8 j + 2 q + e of a run of w columns (q: which of the four t
 thread q has a quarter of the run, which it moves at once. A run is what one plane of bytes holds: a part of a block
 that shares its bytes with other parts, at most 128 columns.
 
-Blocks that are not rotated lie in registers as they do in memory.
+Blocks that are not rotated lie in registers as they do in memory, but for those of `owned`, whose run is a row.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +62,8 @@ def store(ref, run, start: int, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def move(ctx, memory, array):
-        registers, size = array.registers.reshape(-1, 2), _piece_bytes(width)
-        for half, pointers in enumerate(_addresses(memory, start, width)):
-            bytes_ = mgpu.utils.vector_concat(list(registers[:, half]))
-            for k, pointer in enumerate(pointers):
-                piece = mgpu.utils.vector_slice(bytes_, slice(k * size, (k + 1) * size))
-                llvm.StoreOp(vector.bitcast(_words_type(size), piece), pointer, alignment=size)
+        registers = array.registers.reshape(-1, 2)
+        write(memory, start, width, [mgpu.utils.vector_concat(list(registers[:, half])) for half in range(2)])
 
     move(ref, run)
 
@@ -100,9 +97,19 @@ def read(memory, start: int, width: int) -> list[list]:
     return [[load(pointer) for pointer in pointers] for pointers in _addresses(memory, start, width)]
 
 
+def write(memory, start: int, width: int, rows: list) -> None:
+    """In an inlined function: the inverse of `read`, from all bytes of each of the two rows as one vector."""
+    size = _piece_bytes(width)
+    for row, pointers in zip(rows, _addresses(memory, start, width)):
+        each = ir.VectorType(row.type).shape[0] * size // (width // THREADS)
+        for k, pointer in enumerate(pointers):
+            piece = mgpu.utils.vector_slice(row, slice(k * each, (k + 1) * each))
+            llvm.StoreOp(vector.bitcast(_words_type(size), piece), pointer, alignment=size)
+
+
 def _piece_bytes(width: int) -> int:
     """What a thread moves at once of a run of `width` bytes."""
-    return min(width // THREADS, _MOST_BYTES)
+    return math.gcd(width // THREADS, _MOST_BYTES)
 
 
 def _words_type(size: int) -> ir.Type:
@@ -111,19 +118,25 @@ def _words_type(size: int) -> ir.Type:
     return ir.VectorType.get((max(1, size // 4),), ir.IntegerType.get_signless(bits))
 
 
-def _addresses(memory, start: int, width: int) -> list[list]:
-    """Where a thread's bytes lie: for each of its two rows (r and r + 8), the pieces that it moves at once."""
-    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-    constant = lambda value: arith.constant(i32, value)
-    pitch = ir.MemRefType(memory.type).shape[1]
+def thread_row() -> tuple[ir.Value, ir.Value]:
+    """In an inlined function: the first of a thread's two rows (the other is 8 below), and which of its threads."""
+    constant = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)
     thread = arith.remui(mgpu.utils.thread_idx(), constant(128))
     # Warp i has rows 16 i and on, four neighbouring threads one row of them.
     row = arith.addi(
         arith.muli(arith.divui(thread, constant(32)), constant(16)),
         arith.divui(arith.remui(thread, constant(32)), constant(THREADS)),
     )
-    own = arith.muli(arith.remui(thread, constant(THREADS)), constant(width // THREADS))
-    offset = arith.addi(arith.muli(row, constant(pitch)), own)
+    return row, arith.remui(thread, constant(THREADS))
+
+
+def _addresses(memory, start: int, width: int) -> list[list]:
+    """Where a thread's bytes lie: for each of its two rows (r and r + 8), the pieces that it moves at once."""
+    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    constant = lambda value: arith.constant(i32, value)
+    pitch = ir.MemRefType(memory.type).shape[1]
+    row, thread = thread_row()
+    offset = arith.addi(arith.muli(row, constant(pitch)), arith.muli(thread, constant(width // THREADS)))
     base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i8)
     size = _piece_bytes(width)
     at = lambda half, k: mgpu.utils.getelementptr(base, [half * 8 * pitch + start + k * size], i8)

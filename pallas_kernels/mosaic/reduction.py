@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
 from pallas_kernels.formats import Geometry
 from pallas_kernels.mosaic import blocks, pipeline, rotation
 from pallas_kernels.mosaic.source import Wires
@@ -45,12 +44,14 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     own_bytes = tile * x_dtype.itemsize if has_own else 0
     out_bytes = Writer.scratch_bytes(one, 1) if to_wire else tile * y_dtype.itemsize
     stage_bytes = sources * source.scratch_bytes() + own_bytes
-    # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where it finds
-    # the registers.
+    # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
+    # is the limit, and wanted more where instructions are.
     stages = 2 if rotator.bytes + 2 * (2 * stage_bytes + out_bytes) <= pipeline.SHARED_BYTES else 1
-    most = 3 if to_wire and (fmt.bits == 8 or not rotator.active) else 2
-    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, most)
+    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, 3 if to_wire else 2)
     warpgroups = workers.warpgroups
+    # Starting the copies of all wires at once keeps the addresses of each in registers, which three warpgroups have not
+    # got beside a product; a loop executes more.
+    looped = warpgroups > 2 and rotator.active
     width = Writer.tensor_width(one)
 
     def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
@@ -74,10 +75,14 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
 
         def load(t, slot):
             row = one.locate(t)[1]
-            for j in range(sources):
+
+            def wire(j, carry):
                 message = j + (j >= own_rank).astype(jnp.int32)
                 to = codes_s.at[wg, slot, j], in_scales_s.at[wg, slot, j], bars.at[barrier(slot) * sources + j]
                 source.load(codes_g, scales_g, message, row, *to)
+                return carry
+
+            lax.fori_loop(0, sources, wire, 0, unroll=not looped)
             if has_own:
                 rows = pl.ds(tiling.x_row(own_rank, row), ROWS)
                 plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[barrier(slot)])
@@ -88,20 +93,35 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             def add(total, z):
                 return tuple(a + b for a, b in zip(total, z))
 
-            def term(p, total):
+            def wire(p):
                 j = p - (p > own_rank).astype(jnp.int32)
                 plgpu.barrier_wait(bars.at[barrier(slot) * sources + j])
                 codes = blocks.decode(tiling, codes_s.at[wg, slot, j])
                 scales = source.scales(scales_g, p, row, in_scales_s.at[wg, slot, j], exponent)
-                return add(total, blocks.scale_rows(tiling, codes, scales))
+                return tuple(blocks.scale_rows(tiling, codes, scales))
 
-            # -0 is what adding to changes nothing, the sign of a zero included.
-            zero = plgpu.layout_cast(jnp.full((ROWS, tiling.chunk), -0.0, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, own_rank, term, (zero,) * (tiling.row // tiling.chunk))
-            if has_own:
+            def own():
                 plgpu.barrier_wait(x_bars.at[barrier(slot)])
-                total = add(total, rotator.rotate(x_s.at[wg, slot], m_s))
-                total = lax.fori_loop(own_rank + 1, ranks, term, total)
+                return tuple(rotator.rotate(x_s.at[wg, slot], m_s))
+
+            def wires(first, last, total):
+                return lax.fori_loop(first, last, lambda p, total: add(total, wire(p)), total)
+
+            def before():
+                return wires(jnp.int32(1), own_rank, wire(jnp.int32(0)))
+
+            # A sum begins with a term, not with a zero, which registers would have to be set to: but where a product
+            # comes after it, which needs them. -0 changes nothing, the sign of a zero included.
+            zero = plgpu.layout_cast(jnp.full((ROWS, tiling.chunk), -0.0, jnp.float32), plgpu.Layout.WGMMA)
+            if not has_own:
+                total = before()
+            elif to_wire:
+                total = lax.cond(own_rank == 0, own, lambda: add(before(), own()))
+            else:
+                total = lax.cond(own_rank == 0, lambda: (zero,) * (tiling.row // tiling.chunk), before)
+                total = add(total, own())
+            if has_own:
+                total = wires(own_rank + 1, jnp.int32(ranks), total)
             free()
             if to_wire:
                 noise = inputs.noise(n_g, jnp.int32(0), row, offsets)
@@ -109,17 +129,15 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             values = rotator.unrotate(list(total), m_s, y_dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer = out_s.at[wg]
-            for i, v in enumerate(values):
-                part = buffer.at[:, pl.ds(i * tiling.chunk, tiling.chunk)]
-                compat.store_tile(part, v.astype(y_dtype), y_transforms, tiling.interpret is not None)
+            blocks.store_tile(tiling, buffer, [v.astype(y_dtype) for v in values], y_transforms)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(), begin)
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(one), begin)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
-            outputs[1][workers.index()] = jnp.max(largest)
+            outputs[1][workers.index()] = Writer.largest(largest)
 
     if to_wire:
         out_s, scales_s = Writer.scratch(one, warpgroups, 1, width)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.formats import Format, block_signs, hadamard_signs
-from pallas_kernels.mosaic import interleaving
+from pallas_kernels.mosaic import interleaving, owned
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 # bfloat16 parts that hold a value of a dtype exactly.
@@ -100,6 +100,8 @@ class Rotator:
         width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
         if self.active and x_s.dtype == m_s.dtype:
             return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s)
+        if self.tiling.owned:
+            return [owned.load_tile(x_s, self.tiling.interpret is not None)]
         x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
         chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
         return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s) if self.active else chunks

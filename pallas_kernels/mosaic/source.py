@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import blocks, copies, scales
+from pallas_kernels.mosaic import blocks, copies, owned, scales
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 # Bulk copies start at multiples of 16 bytes, and Mosaic makes them of multiples of 128.
@@ -61,17 +61,22 @@ class Wires:
             copies.load(bytes_g, scales_s.at[k], barrier, interpret)
 
     def scales(self, scales_g, message, row, scales_s, exponent) -> list:
-        """Scale of each block of a tile's rows: float32[64], or one float32[] for scale "site"."""
+        """Scale of each block of a tile's rows: float32[64], or one float32[] for scale "site"; of `owned` blocks one
+        array float32[64, 8]."""
         t = self.tiling
         if t.fmt.scale == "site":
             byte = scales_g[message, t.plane_offset(0)].astype(jnp.int32) & 0xFF
             return [scales.read(t.fmt, [byte], None)] * t.blocks_per_row
+        first = lambda k: lax.div(t.plane_offset(k) - self._start(k, row), jnp.int32(t.blocks_per_row)) + row
+        rows = [scales_s.at[k, pl.ds(first(k), ROWS)] for k in range(t.scale_planes)]
+        if t.owned:
+            planes = [owned.load_scales(ref, t.interpret is not None) for ref in rows]
+            return [scales.read(t.fmt, planes, exponent)]
         out = []
         for b in range(t.blocks_per_row):
             planes = []
             for k in range(t.scale_planes):
-                first = lax.div(t.plane_offset(k) - self._start(k, row), jnp.int32(t.blocks_per_row)) + row
-                ref = scales_s.at[k, pl.ds(first, ROWS), b]
+                ref = scales_s.at[k, pl.ds(first(k), ROWS), b]
                 plane = compat.load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 planes.append(plane.astype(jnp.int32) & 0xFF)
             out.append(scales.read(t.fmt, planes, exponent))

@@ -58,6 +58,11 @@ class Tiling:
         return self.row // self.fmt.block
 
     @property
+    def owned(self) -> bool:
+        """Whether each thread has whole blocks (`owned.py`)."""
+        return self.fmt.block == 32 and self.fmt.rotation == "none"
+
+    @property
     def tiles_per_message(self) -> int:
         return -(-self.rows // ROWS)
 
@@ -71,8 +76,8 @@ class Tiling:
 
     @property
     def chunk(self) -> int:
-        """Columns of the register arrays that a row is held in: a block, or a half of one of 256."""
-        return min(self.fmt.block, 128)
+        """Columns of the register arrays that a row is held in: a block, a half of one of 256, or all of `owned`."""
+        return self.row if self.owned else min(self.fmt.block, 128)
 
     @property
     def chunks_per_block(self) -> int:

@@ -1,7 +1,10 @@
-"""Integer codes of `interleaving`'s rows, unpacked and made into floats four to a 32-bit word.
+"""Integer codes of `interleaving`'s rows, four to a 32-bit word: unpacked and made into floats, or packed.
 
 2^23 + c is a float32 whose low byte is c (float16: 2^10 + c), so that one byte permutation makes a float of a code and
-a subtraction takes the 2^23 away, and the offset of two's complement with its sign bit flipped.
+a subtraction takes the 2^23 away, and the offset of two's complement with its sign bit flipped. Codes of fewer bits
+need no permutation, nor a shift: two of them, in any bits of a word's bytes 0 and 2, become float16 by one bitwise
+operation, and one multiplication and addition. The other way round a sum rounds a float to such a number, and three
+permutations collect the low bytes of four.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ def reads(fmt: Format) -> bool:
     return interleaving.applies(fmt) and not fmt.is_float and fmt.scale != "site" and whole
 
 
+def writes(fmt: Format) -> bool:
+    """Whether `store` does: what `reads` reads, where no noise rounds."""
+    return reads(fmt) and fmt.rounding == "nearest"
+
+
 def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
     """The block whose codes start at byte `start` of the rows of `ref` -> its runs' values, dtype[64, w] each.
 
@@ -40,14 +48,15 @@ def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
     def read(ctx, memory):
         out = []
         for group in range(groups):
-            of_planes = [_load(memory, start + (group * planes + k) * width, width) for k in range(planes)]
+            places = [start + (group * planes + k) * width for k in range(planes)]
+            of_planes = [list(map(words_of, interleaving.read(memory, place, width))) for place in places]
             for part in range(parts):
                 shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, width))
                 registers = np.empty((width // 8, 2), object)
                 for half in range(2):
                     for k in range(width // 16):
-                        word = _part(fmt, part, [plane[half][k] for plane in of_planes])
-                        registers[2 * k : 2 * k + 2, half] = _floats(fmt, word, dtype)
+                        words = [plane[half][k] for plane in of_planes]
+                        registers[2 * k : 2 * k + 2, half] = integers(fmt, part, words, dtype)
                 out.append(
                     mgpu.FragmentedArray(
                         _registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
@@ -58,49 +67,132 @@ def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
     return read(ref)
 
 
+def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Array) -> None:
+    """Writes a block from byte `start` of the rows of `ref`, zeros where a row is not `finite` (bool[64]).
+
+    parts: its runs, int32[64, w] each, whose low bits are the codes; the others are ignored.
+    """
+    width, together = interleaving.run_columns(fmt), packing_parts(fmt.bits)
+    planes = together * fmt.bits // 8
+    keep = jnp.where(finite, np.int32(-1), np.int32(0))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1), *[plgpu.Layout.WGMMA] * len(parts)),
+    )
+    def write(ctx, memory, keep, *parts):
+        keep = [vector.extract(row, [], [0]) for row in keep.registers.reshape(-1)]
+        words = [[_words(part.registers.reshape(-1, 2)[:, half]) for half in range(2)] for part in parts]
+        for group in range(len(parts) // together):
+            own = words[group * together : (group + 1) * together]
+            for k in range(planes):
+                rows = []
+                for half in range(2):
+                    of_parts = zip(*[part[half] for part in own])
+                    plane = [arith.andi(plane_of(fmt, k, list(codes)), keep[half]) for codes in of_parts]
+                    rows.append(vector.from_elements(ir.VectorType.get((len(plane),), plane[0].type), plane))
+                interleaving.write(memory, start + (group * planes + k) * width, width, rows)
+
+    write(ref, keep, *parts)
+
+
 def constant(value: int) -> ir.Value:
     return arith.constant(ir.IntegerType.get_signless(32), value - (1 << 32) if value >= 1 << 31 else value)
 
 
-def _load(memory, start: int, width: int) -> list[list]:
-    """A thread's bytes of a run as words: for each of its two rows, int32 of four codes each."""
-    words = lambda pieces: [
-        vector.extract(piece, [], [i]) for piece in pieces for i in range(ir.VectorType(piece.type).shape[0])
-    ]
-    return [words(pieces) for pieces in interleaving.read(memory, start, width)]
+def words_of(pieces: list) -> list:
+    """Vectors of words -> the words, four bytes each."""
+    return [vector.extract(piece, [], [i]) for piece in pieces for i in range(ir.VectorType(piece.type).shape[0])]
 
 
-def _part(fmt: Format, part: int, planes: list) -> ir.Value:
-    """The codes of one part from words of each byte plane: four codes, a byte each, with their sign bits flipped."""
+def part_of(fmt: Format, part: int, planes: list) -> ir.Value:
+    """The codes of one part from words of each byte plane: four codes, a byte each."""
+    word, low = _located(fmt, part, planes)
+    word = arith.shrui(word, constant(low)) if low else word
+    return arith.andi(word, constant(((1 << fmt.bits) - 1) * 0x01010101)) if fmt.bits < 8 else word
+
+
+def _located(fmt: Format, part: int, planes: list) -> tuple[ir.Value, int]:
+    """A word whose bytes have the codes of one part in their bits from the second result on, and others' bits."""
+    first, low = divmod(part * fmt.bits, 8)
+    if low + fmt.bits <= 8:
+        return planes[first], low
+    mask = (0xFF >> low) * 0x01010101
+    begin = arith.andi(arith.shrui(planes[first], constant(low)), constant(mask))
+    end = arith.andi(arith.shli(planes[first + 1], constant(8 - low)), constant(mask ^ 0xFFFFFFFF))
+    return arith.ori(begin, end), 0
+
+
+def plane_of(fmt: Format, k: int, parts: list) -> ir.Value:
+    """Byte plane k from words of four codes of each part; `part_of` turned round."""
     word = None
-    for k, plane in enumerate(planes):
+    for part, codes in enumerate(parts):
         shift = part * fmt.bits - 8 * k
         if not -fmt.bits < shift < 8:
             continue
-        if fmt.bits < 8:
-            moved = (arith.shrui if shift > 0 else arith.shli)(plane, constant(abs(shift))) if shift else plane
-            # The bits of the code that this byte holds; its neighbours' bits came with the shift.
-            kept = ((0xFF >> shift) if shift > 0 else (0xFF << -shift)) & ((1 << fmt.bits) - 1)
-            plane = arith.andi(moved, constant(kept * 0x01010101))
-        word = plane if word is None else arith.ori(word, plane)
-    return arith.xori(word, constant((1 << (fmt.bits - 1)) * 0x01010101))
+        moved = (arith.shli if shift > 0 else arith.shrui)(codes, constant(abs(shift))) if shift else codes
+        if word is None:
+            word = moved
+            continue
+        # The bits from the shift on: those above are the next part's, whose turn comes, or outside of the byte.
+        mask = ((0xFF << max(0, shift)) & 0xFF) * 0x01010101
+        word = arith.ori(arith.andi(moved, constant(mask)), arith.andi(word, constant(mask ^ 0xFFFFFFFF)))
+    return word
 
 
-def _floats(fmt: Format, word, dtype) -> list:
-    """Four codes -> two vectors of two values."""
-    offset = 1 << (fmt.bits - 1)
-    if jnp.dtype(dtype) == jnp.float16:
-        f16 = ir.F16Type.get()
-        two = ir.VectorType.get((2,), f16)
-        bias = arith.constant(two, ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(f16, 1024.0 + offset)))
+def _words(pairs) -> list:
+    """Vectors of two int32 -> words of the low bytes of four."""
+    each = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
+    return [gather(each[i : i + 4]) for i in range(0, len(each), 4)]
+
+
+def gather(each: list) -> ir.Value:
+    """The low bytes of four int32 -> a word."""
+    two = [permute(a, b, 0x0040) for a, b in (each[:2], each[2:])]
+    return permute(*two, 0x5410)
+
+
+def integers(fmt: Format, part: int, planes: list, dtype) -> list:
+    """The codes of one part from words of each byte plane -> two vectors of two values, float32 or float16."""
+    sign = 1 << (fmt.bits - 1)
+    if fmt.bits < 8 and dtype == jnp.float32:
+        return _without_permutations(fmt, *_located(fmt, part, planes))
+    word = arith.xori(part_of(fmt, part, planes), constant(sign * 0x01010101))
+    if dtype == jnp.float16:
         pairs = [permute(word, 0x64, selector) for selector in (0x4140, 0x4342)]
+        bias = halves(constant(_twice(1024.0 + sign)))
         return [arith.subf(halves(pair), bias) for pair in pairs]
     f32 = ir.F32Type.get()
-    pair_type = ir.VectorType.get((2,), f32)
-    bias = arith.constant(f32, ir.FloatAttr.get(f32, 8388608.0 + offset))
+    bias = arith.constant(f32, ir.FloatAttr.get(f32, 8388608.0 + sign))
     singles = [arith.bitcast(f32, permute(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
-    numbers = [arith.subf(single, bias) for single in singles]
-    return [vector.from_elements(pair_type, numbers[i : i + 2]) for i in (0, 2)]
+    return _pairs([arith.subf(single, bias) for single in singles])
+
+
+def _without_permutations(fmt: Format, word, low: int) -> list:
+    """float32 of the codes in bits `low` and on of each byte."""
+    sign, numbers = 1 << (fmt.bits - 1), [None] * 4
+    mask, flip = ((1 << fmt.bits) - 1) << low, 0x6400 | sign << low
+    f32 = ir.F32Type.get()
+    for first in range(2):
+        two = arith.shrui(word, constant(8)) if first else word
+        # (two & mask) ^ flip in one instruction, of which no compiler makes it by itself.
+        operands = [two, constant(mask * 0x00010001), constant(flip * 0x00010001)]
+        two = _assembly("lop3.b32 $0, $1, $2, $3, 0x6A;", *operands)
+        # 2^10 + c 2^low, and so 2^(10 - low) + c.
+        operands = [two, *[constant(_twice(value)) for value in (2.0**-low, -(2.0 ** (10 - low)) - sign)]]
+        pair = halves(_assembly("fma.rn.f16x2 $0, $1, $2, $3;", *operands))
+        pair = arith.extf(ir.VectorType.get((2,), f32), pair)
+        numbers[first::2] = [vector.extract(pair, [], [i]) for i in range(2)]
+    return _pairs(numbers)
+
+
+def _pairs(numbers: list) -> list:
+    pair_type = ir.VectorType.get((2,), numbers[0].type)
+    return [vector.from_elements(pair_type, numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+
+
+def _twice(value: float) -> int:
+    """A word of one float16 twice."""
+    return int(np.float16(value).view(np.uint16)) * 0x00010001
 
 
 def halves(word) -> ir.Value:
@@ -109,10 +201,13 @@ def halves(word) -> ir.Value:
     return vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), vector.broadcast(one, word))
 
 
-def permute(word, other: int, selector: int | ir.Value) -> ir.Value:
-    """Bytes of `word` (0 to 3) and of a constant (4 to 7), lowest first as the selector's digits say."""
-    i32 = ir.IntegerType.get_signless(32)
-    fixed = isinstance(selector, int)
-    operands = [word, constant(other), constant(selector) if fixed else selector]
-    kinds = "=r,r,r,n" if fixed else "=r,r,r,r"
-    return llvm.inline_asm(i32, operands, "prmt.b32 $0, $1, $2, $3;", kinds, has_side_effects=False)
+def permute(word, other: int | ir.Value, selector: int | ir.Value) -> ir.Value:
+    """Bytes of `word` (0 to 3) and of `other` (4 to 7), lowest first as the selector's digits say."""
+    value = lambda operand: constant(operand) if isinstance(operand, int) else operand
+    kinds = "=r,r,r,n" if isinstance(selector, int) else "=r,r,r,r"
+    operands = [word, value(other), value(selector)]
+    return _assembly("prmt.b32 $0, $1, $2, $3;", *operands, kinds=kinds)
+
+
+def _assembly(text: str, *operands, kinds: str = "=r,r,r,r") -> ir.Value:
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), operands, text, kinds, has_side_effects=False)

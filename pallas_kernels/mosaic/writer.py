@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import blocks, copies
+from pallas_kernels.mosaic import blocks, copies, owned
 from pallas_kernels.mosaic.pipeline import Workers
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
@@ -72,9 +72,16 @@ class Writer:
         return ROWS * (buffers * tiling.row_bytes + max(1, tiling.scale_planes) * tiling.blocks_per_row)
 
     @staticmethod
-    def nothing():
-        """The largest magnitude of no rows, as bits: int32[64]."""
+    def nothing(tiling: Tiling):
+        """The largest magnitudes of no tile, as `write` returns them."""
+        if tiling.owned:
+            return plgpu.layout_cast(jnp.zeros((ROWS, owned.COLUMNS), jnp.int32), plgpu.Layout.WGMMA)
         return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), plgpu.Layout.WGMMA.reduce(1))
+
+    @staticmethod
+    def largest(bits):
+        """The largest of what `write` returns, int32[]."""
+        return jnp.max(bits if bits.ndim == 1 else jnp.max(bits, axis=1))
 
     def exponent(self, message):
         if self.exponents_g is None:
@@ -98,12 +105,12 @@ class Writer:
 
             self.workers.for_each(t.geometry.messages, scale)
 
-    def write(self, message, row, parity, z: list, noise, x_dtype=None) -> jax.Array:
-        """Encodes one tile (x_dtype: see `blocks.encode`); returns the largest |z| of its rows as bits, int32[64]."""
+    def write(self, message, row, parity, z: list, noise) -> jax.Array:
+        """Encodes one tile; returns the largest |z| of its rows, or of its `owned` blocks, as bits."""
         t = self.tiling
         plgpu.wait_smem_to_gmem(self.buffers - 1, wait_read_only=True)  # the copy before has left the buffer
         buffer = self.codes_s.at[parity if self.buffers == 2 else 0]
-        largest, planes = blocks.encode(t, z, self.exponent(message), noise, buffer, x_dtype)
+        largest, planes = blocks.encode(t, z, self.exponent(message), noise, buffer)
         plgpu.commit_smem()
         if self.width:
             plgpu.copy_smem_to_gmem(buffer, self.o_g.at[message, pl.ds(row, ROWS)])
@@ -118,6 +125,9 @@ class Writer:
         per_row = t.blocks_per_row
         for k in range(t.scale_planes):
             bytes_g = self._bytes(message, t.plane_offset(k) + row * per_row, ROWS * per_row)
+            if t.owned:
+                owned.store_scales(bytes_g, planes[0][k], t.interpret is not None)
+                continue
             if per_row == 1:
                 compat.store(bytes_g, planes[0][k].astype(jnp.uint8), optimized=False)
                 continue
