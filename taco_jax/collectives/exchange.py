@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from taco_jax import backend
 from taco_jax.collectives.message import Hops, Message
 from taco_jax.collectives.region import permute
 from taco_jax.compat import barrier
@@ -28,6 +29,30 @@ def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
     if arrived:
         wire, arrived[-1] = barrier(wire, arrived[-1])
     return wire
+
+
+def send_chunks(message: Message, chunks, x_S: jax.Array, exponent, key, send) -> tuple[list, list, Hops]:
+    """A message's first hop: its chunks (geometries over x_S), encoded and sent one after the other.
+
+    send: wires uint8[P, W] -> (what arrives, hops). Returns what arrives and the measure of each chunk, and all hops.
+    """
+    arrived, measures, hops = [], [], []
+    for k, geometry in enumerate(chunks):
+        wires, measure = backend.encode(
+            message.codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        received, sent = send(after(arrived, wires))
+        arrived.append(received)
+        measures.append(measure)
+        hops += sent
+    return arrived, measures, hops
+
+
+def gather(message: Message, wire: jax.Array, to: str) -> tuple[jax.Array, Hops]:
+    """(every rank's wire uint8[P, W], what was sent)."""
+    gathered = lax.all_gather(wire, message.axis, to=to)
+    return gathered, [("all-gather", gathered.size)]
 
 
 def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:

@@ -9,19 +9,15 @@ from jax import lax
 from taco_jax import backend
 from taco_jax.backend import Geometry
 from taco_jax.collectives.chunks import cut
-from taco_jax.collectives.exchange import after, swap
+from taco_jax.collectives.exchange import gather, send_chunks, swap
 from taco_jax.collectives.message import Hops, Message, merge
 from taco_jax.collectives.region import permute, to_varying
 
 
 def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[jax.Array, jax.Array]:
     """[...] -> [P, ...]; the own shard is quantised too, so all ranks hold the same values."""
-
-    def send(wires):
-        gathered = lax.all_gather(wires[0], message.axis, to=to)
-        return gathered, [("all-gather", gathered.size)]
-
     x_1N = to_varying(x, message.axis).reshape(1, -1)
+    send = lambda wires: gather(message, wires[0], to)
     y_PN, measure, hops = _send(message, x_1N, exponent, key, send, message.ranks)
     message.record("all_gather", message.ranks * x.size, x.dtype, hops)
     return y_PN.reshape(-1, *x.shape), measure
@@ -55,17 +51,8 @@ def ppermute(message: Message, x: jax.Array, exponent, key, perm) -> tuple[jax.A
 def _send(message: Message, x_QN, exponent, key, send, received: int) -> tuple[jax.Array, jax.Array, Hops]:
     """Q messages, sent in chunks by `send` (wires -> received wires, hops), and the `received` messages decoded."""
     codec, (q, n) = message.codec, x_QN.shape
-    x_S = x_QN.reshape(-1)
-    wires, measures, hops = [], [], []
-    for k, geometry in enumerate(cut(Geometry(q * n, q, n), message.chunks, codec.block)):
-        chunk, measure = backend.encode(
-            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
-            backend=message.backend,
-        )  # fmt: skip
-        chunk, sent = send(after(wires, chunk))
-        wires.append(chunk)
-        measures.append(measure)
-        hops += sent
+    chunks = cut(Geometry(q * n, q, n), message.chunks, codec.block)
+    wires, measures, hops = send_chunks(message, chunks, x_QN.reshape(-1), exponent, key, send)
     arrived = cut(Geometry(received * n, received, n), message.chunks, codec.block)
     y_S = backend.decode_chunks(codec, arrived, wires, x_QN.dtype, exponent, backend=message.backend)
     return y_S.reshape(received, n), merge(measures), hops

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from taco_jax import backend
 from taco_jax.collectives.chunks import cut
-from taco_jax.collectives.exchange import after
+from taco_jax.collectives.exchange import gather, send_chunks
 from taco_jax.collectives.hops import Hopping
 from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
@@ -25,16 +24,9 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop."""
     codec = message.codec
     x_S = to_varying(x, message.axis).reshape(-1)
-    gathered, measures, hops = [], [], []
     chunks = cut(backend.Geometry(x.size, 1, x.size), message.chunks, codec.block)
-    for k, geometry in enumerate(chunks):
-        wires, measure = backend.encode(
-            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
-            backend=message.backend,
-        )  # fmt: skip
-        gathered.append(lax.all_gather(after(gathered, wires[0]), message.axis, to="invarying"))
-        measures.append(measure)
-        hops.append(("all-gather", gathered[-1].size))
+    send = lambda wires: gather(message, wires[0], "invarying")
+    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key, send)
     gathered = yield gathered
     pieces = [
         backend.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)

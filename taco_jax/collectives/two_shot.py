@@ -17,7 +17,7 @@ from jax import lax
 
 from taco_jax import backend
 from taco_jax.collectives.chunks import chunk_elements, cut
-from taco_jax.collectives.exchange import after, swap
+from taco_jax.collectives.exchange import after, gather, send_chunks, swap
 from taco_jax.collectives.hops import Hopping
 from taco_jax.collectives.message import Message, merge
 from taco_jax.collectives.region import to_varying
@@ -30,23 +30,19 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     codec, p = message.codec, message.ranks
     share = backend.Geometry(x.size, p, chunk_elements(codec, x.size, p))
     x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
-    options = {"with_stats": message.with_stats, "backend": message.backend}
     chunks = cut(share, message.chunks, codec.block)
-    arrived, gathered, measures, hops = [], [], [], []
-    for k, geometry in enumerate(chunks):
-        wires, measure = backend.encode(codec, geometry, x_S, exponent, message.key(key, 0, k), **options)
-        received, sent = swap(message, after(arrived, wires))
-        arrived.append(received)
-        measures.append(measure)
-        hops += sent
+    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, lambda wires: swap(message, wires))
     arrived = yield arrived
+    gathered = []
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
         wire, measure = backend.reduce_encode(
-            codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), **options
-        )
-        gathered.append(lax.all_gather(after(gathered, wire), message.axis, to="invarying"))
+            codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        wires, sent = gather(message, after(gathered, wire), "invarying")
+        gathered.append(wires)
         measures.append(measure)
-        hops.append(("all-gather", gathered[-1].size))
+        hops += sent
     message.record("psum", x.size, x.dtype, hops)
     gathered = yield gathered
     y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
@@ -57,17 +53,8 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
-    arrived, measures, hops = [], [], []
     chunks = cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)
-    for k, geometry in enumerate(chunks):
-        wires, measure = backend.encode(
-            codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
-            backend=message.backend,
-        )  # fmt: skip
-        received, sent = swap(message, after(arrived, wires))
-        arrived.append(received)
-        measures.append(measure)
-        hops += sent
+    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, lambda wires: swap(message, wires))
     pieces = [
         backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend)
         for geometry, received in zip(chunks, arrived)
