@@ -9,6 +9,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# Before jax 0.11 a kernel may not change an operand: a call that can be batched knows nothing of refs.
+KERNELS_TAKE_REFS = jax.__version_info__ >= (0, 11)
+
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters.get("idx", None) is not None and (
     inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 )
@@ -47,8 +50,12 @@ def store_tile(ref, value, transforms, interpret: bool) -> None:
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Lane semantics: register layouts are what the kernel says, not what a compiler pass infers."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    """Lane semantics: register layouts are what the kernel says, not what a compiler pass infers.
+
+    Nor are there barriers before every copy and around every store, up to 24 for a tile of a sum: the kernels have the
+    few that are needed (`pipeline.py`).
+    """
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 def interpret_params(detect_races: bool = False):

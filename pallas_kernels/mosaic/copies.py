@@ -10,6 +10,7 @@ import math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
+from pallas_kernels.mosaic.tickets import barrier
 
 
 def store(tile_s, bytes_g, interpret: bool) -> None:
@@ -37,5 +38,6 @@ def store_through_registers(tile_s, bytes_g, interpret: bool) -> None:
     if interpret:
         bytes_g[...] = tile_s[...].reshape(shape)
     else:
+        barrier()  # other threads wrote what this one reads
         layout = plgpu.Layout.WG_STRIDED(shape, max(1, math.prod(shape) // 128))
         bytes_g[...] = compat.load(tile_s.reshape(*shape), layout)

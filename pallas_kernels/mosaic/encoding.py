@@ -15,11 +15,11 @@ from pallas_kernels.mosaic import pipeline, rotation
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 from pallas_kernels.mosaic.writer import Inputs, Writer
 
-STAGES, BUFFERS = 2, 2
+BUFFERS = 2
 
 
 def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.Array, jax.Array]:
-    """Rows [R, row] of all messages (missing ones are zero) -> (wires uint8[P, W], largest |z| as bits, int32[ctas]).
+    """Rows [R, row] of all messages (missing ones are zero) -> (wires uint8[P, W], largest |z| as bits int32[*, 4]).
 
     exponents: int32[1], or int32[P] for scale "site", or None. seed: uint32[2] or None.
     """
@@ -27,13 +27,15 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     rotator = rotation.Rotator(tiling, rotation.operand_dtype(x_RC.dtype))
     inputs = Inputs(tiling, exponents, seed)
     stage_bytes = ROWS * tiling.row * x_RC.dtype.itemsize
-    each = STAGES * stage_bytes + Writer.scratch_bytes(tiling, BUFFERS)
     # Measured on an H200: two keep up with the memory, but where small values are made of many integer operations.
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
-    workers = pipeline.Workers.fit(tiling.tiles, rotator.bytes, each, most)
+    workers, stages = pipeline.fit(
+        tiling, rotator.bytes, stage_bytes, Writer.scratch_bytes(tiling, BUFFERS), stages=(3, 2), enough=most,
+        most=most, may_draw=True,
+    )  # fmt: skip
     width = Writer.tensor_width(tiling)
 
-    def kernel(x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
+    def kernel(tickets, x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponents_g = e_g if inputs.has_exponent else None
@@ -42,11 +44,11 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         def load(tile, slot):
             message, row = tiling.locate(tile)
             rows = pl.ds(tiling.x_row(message, row), ROWS)
-            plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[wg * STAGES + slot])
+            plgpu.copy_gmem_to_smem(x_g.at[rows], x_s.at[wg, slot], x_bars.at[wg * stages + slot])
 
         def work(tile, slot, parity, free, largest):
             message, row = tiling.locate(tile)
-            plgpu.barrier_wait(x_bars.at[wg * STAGES + slot])
+            plgpu.barrier_wait(x_bars.at[wg * stages + slot])
             z = rotator.rotate(x_s.at[wg, slot], m_s)
             free()
             noise = inputs.noise(n_g, message, row, offsets)
@@ -56,18 +58,18 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             writer.fill()
             rotator.wait(m_bar)
 
-        largest = pipeline.run(workers, STAGES, load, work, Writer.nothing(tiling), begin)
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(tiling), begin, tickets)
         plgpu.wait_smem_to_gmem(0)
-        max_g[workers.index()] = Writer.largest(largest)
+        writer.put_largest(max_g, largest)
 
-    shape = (workers.warpgroups, STAGES, ROWS, tiling.row)
+    shape = (workers.warpgroups, stages, ROWS, tiling.row)
     x_type = plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk))
     scratch = Writer.scratch(tiling, workers.warpgroups, BUFFERS, width)
-    out_type = [Writer.out_type(tiling, width), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
-    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * STAGES)]
+    out_type = [Writer.out_type(tiling, width), Writer.maxima_type(workers)]
+    barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * stages)]
     wires, bits = pipeline.call(
         kernel, [x_RC, rotator.operand, *inputs.arrays], out_type, [x_type, rotator.scratch, *scratch, *barriers],
-        workers, tiling.interpret,
+        workers,
     )  # fmt: skip
     return wires.reshape(tiling.geometry.messages, -1), bits
 

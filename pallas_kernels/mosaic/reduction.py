@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.writer import Inputs, Writer
 def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0)):
     """Sums P wires [P, W] and the own rows of x.
 
-    Returns (wire uint8[1, W], largest |z| as bits int32[workers]) where `dtype` is None, else the sum dtype[rows, row].
+    Returns (wire uint8[1, W], largest |z| as bits int32[*, 4]) where `dtype` is None, else the sum dtype[rows, row].
     x_RC and rank (int32[1]) are None where every term is in a wire.
     """
     fmt, ranks = tiling.fmt, tiling.geometry.messages
@@ -46,15 +46,18 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     stage_bytes = sources * source.scratch_bytes() + own_bytes
     # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
     # is the limit, and wanted more where instructions are.
-    stages = 2 if rotator.bytes + 2 * (2 * stage_bytes + out_bytes) <= pipeline.SHARED_BYTES else 1
-    workers = pipeline.Workers.fit(one.tiles, rotator.bytes, stages * stage_bytes + out_bytes, 3 if to_wire else 2)
+    workers, stages = pipeline.fit(
+        one, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2, most=3 if to_wire else 2,
+        # What costs more instructions (4 % slower), or has a product after the sum (and no register left), does not.
+        may_draw=to_wire and fmt.bits == 8,
+    )  # fmt: skip
     warpgroups = workers.warpgroups
     # Starting the copies of all wires at once keeps the addresses of each in registers, which three warpgroups have not
     # got beside a product; a loop executes more.
     looped = warpgroups > 2 and rotator.active
     width = Writer.tensor_width(one)
 
-    def kernel(codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
+    def kernel(tickets, codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
         outputs, refs = refs[: 1 + to_wire], refs[1 + to_wire :]
         codes_s, in_scales_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars = refs
         wg = workers.warpgroup()
@@ -134,14 +137,14 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(one), begin)
+        largest = pipeline.run(workers, stages, load, work, Writer.nothing(one), begin, tickets)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
-            outputs[1][workers.index()] = Writer.largest(largest)
+            writer.put_largest(outputs[1], largest)
 
     if to_wire:
         out_s, scales_s = Writer.scratch(one, warpgroups, 1, width)
-        out_type = [Writer.out_type(one, width), jax.ShapeDtypeStruct((workers.count,), jnp.int32)]
+        out_type = [Writer.out_type(one, width), Writer.maxima_type(workers)]
     else:
         out_s = plgpu.SMEM((warpgroups, ROWS, tiling.row), y_dtype, transforms=y_transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
@@ -153,6 +156,6 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     out = pipeline.call(
         kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
         [*source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
-        workers, tiling.interpret,
+        workers,
     )  # fmt: skip
     return (out[0].reshape(1, -1), out[1]) if to_wire else out

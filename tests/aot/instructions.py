@@ -95,6 +95,19 @@ def beside_collectives(compiled, elements: int) -> list[tuple[Instruction, int]]
     return out
 
 
+def counters(compiled) -> list[tuple[str, str]]:
+    """(opcode, name) of what each kernel that changes an operand is given for it."""
+    out = []
+    for body in computations(compiled).values():
+        by_name = {i.name: i for i in body}
+        for i in filter(_is_kernel, body):
+            if match := re.search(r"output_to_operand_aliasing=\{\{\d+\}: \((\d+), \{\}\)\}", i.text):
+                operands = re.search(r"custom-call\((.*?)\), custom_call_target", i.text)[1].split(", ")
+                given = by_name[operands[int(match[1])].rpartition("%")[2]]
+                out.append((given.opcode, given.name))
+    return out
+
+
 def slices_of_kernels(compiled) -> list[tuple[str, int | None]]:
     """(instruction, where it starts in bytes) of the slices that are fused with a kernel; None: known when it runs."""
     out = []

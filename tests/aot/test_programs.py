@@ -3,18 +3,21 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from aot.instructions import collectives, copies, kernels, slices_of_kernels
-from aot.topology import compile_on_four
+from aot.instructions import collectives, copies, counters, kernels, slices_of_kernels
+from aot.topology import compile_on_four, compile_on_one
 from jax import lax
 from mosaic_programs import PRESETS
 
 import taco_jax
+from pallas_kernels import compat, mosaic
+from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, backend
 from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block
 RAGGED = (S + 37, S + 128 * 3 + 8, S - 1)
+DRAWN = 64 * 128 * 132 * 4 * pipeline.MIN_ROUNDS  # enough tiles that workers draw them
 # Matrices of rotations, tails and scales are smaller.
 LARGE = S // 16
 
@@ -150,3 +153,21 @@ def test_kernels_read_and_write_whole_buffers(f):
     compiled = compile_on_four(f, shape(S + 4096))
     assert kernels(compiled) >= 2
     assert all(start is not None and start % 16 == 0 for _, start in slices_of_kernels(compiled))
+
+
+@pytest.mark.skipif(not compat.KERNELS_TAKE_REFS, reason="before jax 0.11 tiles are dealt out")
+def test_each_kernel_draws_from_a_counter_of_its_own():
+    # A constant is never written to: every launch gets a copy of 4 bytes, in a loop as well.
+    def f(x):
+        fmt, geometry = backend.to_format(CODECS["int8h"]), backend.Geometry(DRAWN, 4, DRAWN // 4)
+
+        def body(carry, _):
+            wires, _ = mosaic.encode(fmt, geometry, carry, None, None)
+            return mosaic.decode(fmt, geometry, wires, carry.dtype, None), None
+
+        return lax.scan(body, x, length=2)[0]
+
+    compiled = compile_on_one(f, shape(DRAWN))
+    drawn = counters(compiled)
+    assert len(drawn) == kernels(compiled) == 2
+    assert len(set(drawn)) == 2 and all(made_by == "copy" for made_by, _ in drawn), drawn

@@ -1,0 +1,117 @@
+"""Large arrays on a real GPU: the same bytes every time, in every program, whether workers draw their tiles (encoders,
+and what decodes 4 and 8 bits or adds 8) or have them dealt out.
+
+TACO_TEST_GPU=1 python -m pytest -m gpu tests/pallas_kernels/test_tickets_gpu.py
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from mosaic_programs import PRESETS, obstacle, operation_program
+
+from pallas_kernels import KernelSpec, choose, compat
+from pallas_kernels.mosaic import pipeline
+from taco_jax import CODECS, UNCALIBRATED, Codec
+from taco_jax.backend import to_format
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = pipeline.MIN_ROUNDS
+# Tiles for four warpgroups a multiprocessor, and more that are no multiple of anything; the last one is moved back.
+TILES = 4 * 132 * ROUNDS + 77
+REPEATS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hopper():
+    spec = KernelSpec("encode", "taco", "e4m3", 128, "hadamard", "ue5m3", "bfloat16", 1 << 20)
+    name, reason = choose(spec, jax.devices()[0])
+    if name != "mosaic":
+        pytest.skip(f"needs a GPU that runs mosaic kernels: {reason}")
+    if not compat.KERNELS_TAKE_REFS:
+        pytest.skip("before jax 0.11 tiles are dealt out")
+
+
+def program(fmt, operation, dtype, n, messages, monkeypatch, rounds):
+    """The jitted operation, traced with that MIN_ROUNDS."""
+    run, shapes = operation_program(fmt, operation, dtype, n, messages)
+    monkeypatch.setattr(pipeline, "MIN_ROUNDS", rounds)
+    return jax.jit(lambda *arguments: run(*arguments)), shapes
+
+
+def inputs(fmt, n, messages, dtype, monkeypatch):
+    x = jax.jit(lambda key: jax.random.normal(key, (n * messages,), dtype))(jax.random.key(0))
+    exponent = jnp.int32(UNCALIBRATED) if fmt.scale == "ue5m3" else None
+    seed = jnp.array([1, 2], jnp.uint32) if fmt.rounding == "stochastic" else None
+    encode, _ = program(fmt, "encode", dtype, n, messages, monkeypatch, 1 << 30)
+    wires = encode(x, None, jnp.int32(0), exponent, seed)[0]
+    return x, wires, jnp.int32(messages - 1), exponent, seed
+
+
+def equal(ours, theirs):
+    return jnp.all(jnp.array([jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs))]))
+
+
+def maxima(operation, result):
+    """Of what an encoder returns: workers have other tiles each time, so only the largest of all is the same."""
+    return (result[0], jnp.max(result[1])) if "encode" in operation else result
+
+
+def check(fmt, operation, dtype, monkeypatch):
+    messages = 2 if operation == "reduce_encode" else 4
+    row = max(128, fmt.block)
+    n = (TILES if messages == 2 else TILES // 4) * 64 * row - 24 * row
+    if obstacle(fmt, operation, dtype, n, messages):
+        pytest.skip("not a kernel")
+    arguments = inputs(fmt, n, messages, dtype, monkeypatch)
+    dealt, _ = program(fmt, operation, dtype, n, messages, monkeypatch, 1 << 30)
+    theirs = maxima(operation, dealt(*arguments))
+    drawn, _ = program(fmt, operation, dtype, n, messages, monkeypatch, ROUNDS)
+    draws = {"encode": True, "decode": fmt.bits in (4, 8), "reduce_encode": fmt.bits == 8}[operation]
+    assert ("output_to_operand_aliasing" in drawn.lower(*arguments).compile().as_text()) == draws
+    same = jax.jit(equal)
+    results = [same(maxima(operation, drawn(*arguments)), theirs) for _ in range(REPEATS)]
+    assert all(map(bool, results))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("operation", ["encode", "reduce_encode", "decode"])
+def test_presets(name, operation, monkeypatch):
+    check(to_format(CODECS[name], encodes="encode" in operation), operation, "bfloat16", monkeypatch)
+
+
+@pytest.mark.parametrize("operation", ["encode", "reduce_encode", "decode"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtypes(operation, dtype, monkeypatch):
+    codec = dataclasses.replace(CODECS["int8h"], rounding="stochastic") if operation == "encode" else CODECS["int8h"]
+    check(to_format(codec, encodes="encode" in operation), operation, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("block", [32, 64, 256])
+@pytest.mark.parametrize("operation", ["encode", "reduce_encode", "decode"])
+def test_blocks(block, operation, monkeypatch):
+    check(to_format(Codec("int8", block, "hadamard", "bfloat16")), operation, "bfloat16", monkeypatch)
+
+
+def test_in_a_scan_and_batched(monkeypatch):
+    # Every launch begins with a counter of zero: in a loop, twice in one program, and for each of a batch.
+    fmt, messages = to_format(CODECS["taco"]), 4
+    n = TILES // 4 * 64 * 128
+    x, wires, rank, exponent, seed = inputs(fmt, n, messages, "bfloat16", monkeypatch)
+    decode, _ = program(fmt, "decode", "bfloat16", n, messages, monkeypatch, 1 << 30)
+    theirs = decode(x, wires, rank, exponent, seed)
+    run, _ = operation_program(fmt, "decode", "bfloat16", n, messages)
+    monkeypatch.setattr(pipeline, "MIN_ROUNDS", ROUNDS)
+
+    @jax.jit
+    def differences(wires):
+        def body(total, _):
+            return total + jnp.sum(run(x, wires, rank, exponent, seed) != theirs), None
+
+        batch = jax.vmap(lambda w: jnp.sum(run(x, w, rank, exponent, seed) != theirs))(jnp.stack([wires, wires]))
+        return lax.scan(body, jnp.sum(batch), length=8)[0]
+
+    assert int(differences(wires)) == 0
