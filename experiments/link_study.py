@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
                     failures.append(f"{link}/{codec}: {error}")
                     print("FAILED", failures[-1], flush=True)
                     continue
-                runs.keep(workdir, args.out / f"{link}-{codec.replace(':', '-')}.jsonl")
+            runs.keep(records, args.out / f"{link}-{codec.replace(':', '-')}.jsonl")
             results.setdefault(link, {})[codec] = summarise(records)
             report = [
                 *runs.header(f"{Path(args.config).stem}: codecs over links", args.commit),

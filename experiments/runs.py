@@ -61,18 +61,20 @@ def train(
     print(done.stdout[-1000:], flush=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
-    return read(workdir / METRICS)
+    metrics = workdir / METRICS
+    records = read_records(metrics) if metrics.is_file() else []
+    if not records:
+        raise RuntimeError("left no metrics")
+    return records
 
 
 def make(config: str, kept: Path, flags: Sequence[str], *, timeout: float | None, every: int = 1) -> list[dict]:
     """Trains and keeps the metrics if the run came to a validation loss; returns them. Raises FAILURES."""
     with tempfile.TemporaryDirectory() as folder:
-        workdir = Path(folder) / "run"
-        train(config, workdir, flags, timeout=timeout)
-        records = read(workdir / METRICS)
-        if not is_number(records[-1].get("validation_loss")):
-            raise RuntimeError(f"no validation loss at its last step, {records[-1]['step']}: not kept")
-        keep(workdir, kept, every)
+        records = train(config, Path(folder) / "run", flags, timeout=timeout)
+    if not is_number(records[-1].get("validation_loss")):
+        raise RuntimeError(f"no validation loss at its last step, {records[-1]['step']}: not kept")
+    keep(records, kept, every)
     return records
 
 
@@ -101,14 +103,6 @@ def experiment(
     return parsed
 
 
-def read(metrics: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl. Raises RuntimeError if it left none."""
-    records = read_records(metrics) if metrics.is_file() else []
-    if not records:
-        raise RuntimeError("left no metrics")
-    return records
-
-
 def read_kept(kept: Path) -> list[dict]:
     """The records of a run that an earlier study kept. Raises ConfigError if that is not what the file holds, whole."""
     again = "delete it, and the study makes its run again"
@@ -135,13 +129,12 @@ def is_number(value) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def keep(workdir: Path, kept: Path, every: int = 1) -> None:
-    """Copies a run's metrics to their place, whole or not at all: of every so many steps, and of those that measured
+def keep(records: Sequence[dict], kept: Path, every: int = 1) -> None:
+    """Writes a run's metrics to their place, whole or not at all: of every so many steps, and of those that measured
     more than the others."""
-    lines = (workdir / METRICS).read_text().splitlines(keepends=True)
-    usual = set(json.loads(lines[0]))
+    usual = set(records[0])
     part = kept.with_suffix(".part")
-    part.write_text("".join(line for i, line in enumerate(lines) if i % every == 0 or set(json.loads(line)) > usual))
+    part.write_text("".join(json.dumps(r) + "\n" for i, r in enumerate(records) if i % every == 0 or set(r) > usual))
     part.replace(kept)
 
 
