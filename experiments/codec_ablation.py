@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import runs
-from seed_study import summarise
+from seed_study import compared, summarise
 
 from taco_jax import cli
 from taco_jax.config import ConfigError
@@ -112,9 +112,8 @@ def tables(model: str, summary: dict) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for codec, r in summary.items():
-        compared = "| |" if r["difference"] is None else f"{r['difference']:+.2%} | {'yes' if r['equal'] else 'no'} |"
         lines.append(
-            f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared} "
+            f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared(r)} "
             f"{len(r['seeds'])} of {r['runs']} | {r['tokens_per_second']:.0f} | {PAPER.get(codec, '')} |"
         )
     sites = sorted({site for r in summary.values() for site in r["snr_db"]})

@@ -54,13 +54,19 @@ def summarise(losses: dict[str, dict[str, float]], base: str) -> dict:
     return out
 
 
+def compared(of_codec: dict) -> str:
+    """The cells "difference" and "equal" of a table's row, empty for a codec without a seed to compare."""
+    if of_codec["difference"] is None:
+        return "| |"
+    return f"{of_codec['difference']:+.2%} | {'yes' if of_codec['equal'] else 'no'} |"
+
+
 def table(summary: dict) -> str:
     lines = ["| codec | traffic ratio | validation loss, mean | std | difference | equal | by seed |"]
     lines.append("|---|---|---|---|---|---|---|")
     for codec, r in summary.items():
         seeds = ", ".join(f"{s}: {loss:.4f}" for s, loss in r["seeds"].items())
-        compared = "| |" if r["difference"] is None else f"{r['difference']:+.2%} | {'yes' if r['equal'] else 'no'} |"
-        lines.append(f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared} {seeds} |")
+        lines.append(f"| {codec} | {r['ratio']:.2f} | {r['mean']:.4f} | {r['std']:.4f} | {compared(r)} {seeds} |")
     return "\n".join(lines)
 
 
