@@ -163,10 +163,9 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     }
     if result:
         tuned.write(file, entry, result)
-    for codec, value in result.items():
-        pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
-        print(f"{codec} pays {pays}")
-    if result:
+        for codec, value in result.items():
+            pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
+            print(f"{codec} pays {pays}")
         print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
     if stopped:
         written = f"the sizes before it are written for {', '.join(result)}" if result else "nothing is written"
