@@ -112,7 +112,10 @@ def _forward(halves, par: Parallel, calls: int, xs, params, state: State, shared
     xs, link, residuals = list(xs), _Link(par, state, "forward", calls), []
 
     def receive(i, out):
-        return lambda sum_BLD: xs.__setitem__(i, xs[i] + add_bias(sum_BLD, out))
+        def of(sum_BLD):
+            xs[i] += add_bias(sum_BLD, out)
+
+        return of
 
     for half in halves:
         out = params[half.name][half.out_name]
