@@ -1,0 +1,39 @@
+"""Every collective of a varying x, and what tests of their gradients compare."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def ranks():
+    return lax.axis_size("tp")
+
+
+# Every collective of a varying x as f(module, x, **codec), and whether its result is the same on all ranks.
+COLLECTIVES = {
+    "psum": (lambda m, x, **kw: m.psum(x, "tp", **kw), True),
+    "psum_scatter": (lambda m, x, **kw: m.psum_scatter(x, "tp", scatter_dimension=1, tiled=True, **kw), False),
+    "psum_scatter_untiled": (lambda m, x, **kw: m.psum_scatter(x[:, :ranks()], "tp", scatter_dimension=1, **kw), False),
+    "all_gather": (lambda m, x, **kw: m.all_gather(x, "tp", axis=1, tiled=True, **kw), False),
+    "all_gather_untiled": (lambda m, x, **kw: m.all_gather(x, "tp", axis=-1, **kw), False),
+    "all_gather_invarying": (lambda m, x, **kw: m.all_gather(x, "tp", axis=1, to="invarying", **kw), True),
+    "all_gather_tiled_invarying": (lambda m, x, **kw: m.all_gather(x, "tp", tiled=True, to="invarying", **kw), True),
+    "all_to_all": (lambda m, x, **kw: m.all_to_all(x, "tp", 1, 0, tiled=True, **kw), False),
+    "ppermute": (lambda m, x, **kw: m.ppermute(x, "tp", [(0, 1)], **kw), False),
+}  # fmt: skip
+
+
+def weights(y):
+    """A cotangent that differs everywhere and, where y varies, on every rank."""
+    w = jnp.cos(jnp.arange(y.size, dtype=jnp.float32) * 0.37).reshape(y.shape).astype(y.dtype)
+    return w if not jax.typeof(y).manual_axis_type.varying else w * (1 + lax.axis_index("tp").astype(y.dtype))
+
+
+def relative(g, expected):
+    g, expected = np.float64(g), np.float64(expected)
+    return np.linalg.norm(g - expected) / np.linalg.norm(expected)
+
+
+def x_of(ranks, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=(ranks, 8, 48)).astype(dtype)
