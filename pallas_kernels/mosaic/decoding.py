@@ -34,7 +34,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
         tiling, rotator.bytes, source.scratch_bytes(), out_bytes, stages=(3, 2), enough=most, most=most, may_draw=fast
     )
 
-    def kernel(tickets, codes_g, scales_g, m_g, e_g, n_g, y_g, codes_s, scales_s, m_s, y_s, m_bar, bars):
+    def decode_tiles(tickets, codes_g, scales_g, m_g, e_g, n_g, y_g, codes_s, scales_s, m_s, y_s, m_bar, bars):
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponent = e_g[0] if inputs.has_exponent else None
@@ -65,7 +65,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     y_type = plgpu.SMEM(shape, dtype, transforms=transforms)
     barriers = [plgpu.Barrier(), source.barrier(workers.warpgroups * stages)]
     return pipeline.call(
-        kernel, [*source.arrays(wires_PW), rotator.operand, *inputs.arrays],
+        decode_tiles, [*source.arrays(wires_PW), rotator.operand, *inputs.arrays],
         jax.ShapeDtypeStruct((rows, tiling.row), dtype),
         [*source.scratch(workers.warpgroups, stages), rotator.scratch, y_type, *barriers], workers,
     )  # fmt: skip

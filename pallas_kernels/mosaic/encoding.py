@@ -35,7 +35,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     )  # fmt: skip
     width = Writer.tensor_width(tiling)
 
-    def kernel(tickets, x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
+    def encode_tiles(tickets, x_g, m_g, e_g, n_g, o_g, max_g, x_s, m_s, codes_s, scales_s, m_bar, x_bars):
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponents_g = e_g if inputs.has_exponent else None
@@ -68,7 +68,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     out_type = [Writer.out_type(tiling, width), Writer.maxima_type(workers)]
     barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=workers.warpgroups * stages)]
     wires, bits = pipeline.call(
-        kernel, [x_RC, rotator.operand, *inputs.arrays], out_type, [x_type, rotator.scratch, *scratch, *barriers],
+        encode_tiles, [x_RC, rotator.operand, *inputs.arrays], out_type, [x_type, rotator.scratch, *scratch, *barriers],
         workers,
     )  # fmt: skip
     return wires.reshape(tiling.geometry.messages, -1), bits

@@ -169,6 +169,12 @@ def call(body, inputs, out_type, scratch, workers: Workers):
             **options,
         )(*inputs)
 
+    # The kernel has the body's name in profiles.
+    @functools.wraps(body)
+    def without_tickets(*refs):
+        body(None, *refs)
+
+    @functools.wraps(body)
     def with_tickets(*refs):
         counter_g, numbers_s = refs[len(inputs)], refs[-1]
         tickets = Tickets(counter_g, numbers_s.at[workers.warpgroup()])
@@ -183,6 +189,6 @@ def call(body, inputs, out_type, scratch, workers: Workers):
     if workers.draw:
         out = dynamic(*inputs)
     else:
-        out = launch(functools.partial(body, None), inputs, scratch)
+        out = launch(without_tickets, inputs, scratch)
     # Else XLA may let the kernel write into its caller's update of a larger array, at any byte of it.
     return lax.optimization_barrier(out)

@@ -57,7 +57,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     looped = warpgroups > 2 and rotator.active
     width = Writer.tensor_width(one)
 
-    def kernel(tickets, codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
+    def reduce_tiles(tickets, codes_g, scales_g, x_g, r_g, m_g, e_g, n_g, *refs):
         outputs, refs = refs[: 1 + to_wire], refs[1 + to_wire :]
         codes_s, in_scales_s, x_s, m_s, out_s, scales_s, m_bar, x_bars, bars = refs
         wg = workers.warpgroup()
@@ -154,7 +154,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     slots = warpgroups * stages
     barriers = [plgpu.Barrier(), plgpu.Barrier(num_barriers=slots), source.barrier(slots * sources)]
     out = pipeline.call(
-        kernel, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
+        reduce_tiles, [*source.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays], out_type,
         [*source.scratch(warpgroups, stages, sources), x_s, rotator.scratch, out_s, scales_s, *barriers],
         workers,
     )  # fmt: skip
