@@ -4,6 +4,8 @@ import json
 
 from helpers import REPOSITORY
 
+MESSAGE = 8 * 16 * 32  # values
+
 CODE = """
 import dataclasses, json, sys
 import free_communication
@@ -15,7 +17,7 @@ def messages(sequence_parallel, chains):
     # the sums of the loss fewer.
     run = Run(QWEN2, tp=2, batch=8, sequence_parallel=sequence_parallel, chains=chains)
     found = collectives(run.compiled()[0])
-    return len([1 for _, _, n in found if 1024 <= n <= 4096]), len([1 for _, _, n in found if not 1024 <= n <= 4096])
+    return sum(n for _, _, n in found if 1024 <= n <= 4096), len([1 for _, _, n in found if not 1024 <= n <= 4096])
 
 exact = [messages(False, 2), messages(True, 1)]
 free_communication.leave_out_messages()
@@ -27,5 +29,7 @@ def test_every_message_is_left_out_and_nothing_else(run_python):
     path = f"{REPOSITORY}/experiments:{REPOSITORY}/tests"
     run = run_python(CODE, devices=2, env={"PYTHONPATH": f"{REPOSITORY}:{path}"})
     exact, ((whole, rest), (whole_chains, chains_rest), *cut) = json.loads(run.stdout.splitlines()[-1])
-    assert exact == [[8, chains_rest], [12, cut[0][1]]]
+    # Values, not collectives: some versions of XLA join those of two chains. Six sums, whole or by halves; under
+    # sequence parallelism six gathers of whole messages, and six sums whose results are halves.
+    assert exact == [[6 * MESSAGE, chains_rest], [9 * MESSAGE, cut[0][1]]]
     assert [whole, whole_chains, *(n for n, _ in cut)] == [0, 0, 0, 0] and rest and all(more for _, more in cut)
