@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
+from taco_jax.config import ConfigError, TrainConfig, check_types, keys, nearest, parse_devices
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
@@ -74,6 +74,10 @@ def load(path: str | Path) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         found = "nothing" if config is None else type(config).__name__
         raise ConfigError(f"--config {path}: must assign a TrainConfig to the name 'config', found {found}")
+    try:
+        check_types(config)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
     return config
 
 
@@ -124,7 +128,10 @@ def _one_line(box: str) -> str:
             break
         if text and not text.startswith("╭"):
             lines.append(text)
-    return " ".join(lines).replace("Error parsing ", "").rstrip(".") + "; --help describes every option"
+    text = " ".join(lines).replace("Error parsing ", "").rstrip(".")
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number, such as 2", text)
+    text = re.sub(r"could not convert string to float: ('.*?')", r"\1 is no number, such as 0.1", text)
+    return f"{text}; --help describes every option"
 
 
 def _explain(error: Exception) -> str:

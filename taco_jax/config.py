@@ -220,7 +220,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
 
     `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
     """
-    _check_types(config)
+    check_types(config)
     for key in (
         "steps",
         "global_batch",
@@ -302,7 +302,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     return config
 
 
-def _check_types(config: Any, prefix: str = "") -> None:
+def check_types(config: Any, prefix: str = "") -> None:
     """Values that an experiment file set to something else than the field's type; the command line cannot."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -313,9 +313,22 @@ def _check_types(config: Any, prefix: str = "") -> None:
         fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{key}={value!r}: must be of type {names}, is {type(value).__name__}")
+            raise ConfigError(
+                f"{key}={value!r}: must be of type {names}, is {type(value).__name__}{_instead(value, kinds)}"
+            )
         if dataclasses.is_dataclass(value):
-            _check_types(value, f"{key}.")
+            check_types(value, f"{key}.")
+
+
+def _instead(value: Any, kinds: tuple) -> str:
+    """A number that would do for what is none of the field's type."""
+    for kind in (int, float):
+        if kind in kinds and not isinstance(value, bool):
+            try:
+                return f"; {kind(value)!r} would do"
+            except (TypeError, ValueError, OverflowError):
+                break
+    return ""
 
 
 def _check_batch(config: TrainConfig) -> None:

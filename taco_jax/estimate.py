@@ -13,6 +13,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import OPERATIONS
 from taco_jax import backend, tuned
@@ -100,7 +101,10 @@ def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
         for (name, reason), operations in by_choice.items():
             which = "" if len(by_choice) == 1 else f" ({', '.join(operations)})"
             lines.append(f"  {codec:12} {name}{which}: {reason}")
-    return "\n".join([*lines, *(_tuned_line(program, codec, device) for codec in program.codecs if codec != "none")])
+    for codec in program.codecs:
+        if codec != "none":
+            lines += [_tuned_line(program, codec, device), *_chains_line(program, codec, device)]
+    return "\n".join(lines)
 
 
 def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
@@ -119,6 +123,17 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
     if least == tuned.NEVER:
         return f"  {codec:12} no messages: compressing never paid, {source}"
     return f"  {codec:12} messages from {least:,} bytes, {source}"
+
+
+def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
+    """Says it where chains alone make the layers' messages too small to be compressed."""
+    given, chains = program.config.compression.min_bytes, program.config.chains
+    least = tuned.default_min_bytes(codec, program.config.mesh.tp, device) if given is None else given
+    rows = [r for r in program.table.rows() if r.site.startswith("layers/") and r.codec == "none"]
+    sizes = {r.elements * jnp.dtype(r.dtype).itemsize for r in rows}
+    cut = sorted(size for size in sizes if size < least <= size * chains)
+    line = "  {:12} chains={} cuts the layers' messages to {:,} bytes, which go exactly; --chains 1 compresses them"
+    return [line.format("", chains, size) for size in cut]
 
 
 def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:

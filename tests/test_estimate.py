@@ -116,6 +116,17 @@ def test_verdict(program, gigabytes, verdict):
     assert verdict in estimate._memory_text(dataclasses.replace(CONFIG, gpu_memory_gb=gigabytes), program)
 
 
+def test_chains_that_make_messages_too_small_are_named():
+    # 4 sequences of 32 x 64 values of 2 bytes.
+    def text(chains, least):
+        compression = dataclasses.replace(CONFIG.compression, min_bytes=least)
+        return estimate.report(dataclasses.replace(CONFIG, chains=chains, compression=compression), make_mesh(2, 1, 4))
+
+    line = "chains=2 cuts the layers' messages to 8,192 bytes, which go exactly; --chains 1 compresses them"
+    assert line in text(2, 10_000)
+    assert "cuts" not in text(1, 10_000) and "cuts" not in text(2, 8_192) and "cuts" not in text(2, 20_000)
+
+
 def test_one_rank_sends_nothing():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig())
     assert "TP activation traffic: none (tp 1)" in estimate.report(config, make_mesh())

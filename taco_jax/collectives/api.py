@@ -28,12 +28,14 @@ from jax import lax
 
 from taco_jax import sites
 from taco_jax.collectives.differentiable import Operation, all_reduce, apply
-from taco_jax.collectives.hops import UnderWay
+from taco_jax.collectives.hops import UnderWay, without_derivative
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.options import Options, check_options
 from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.compat import varying_axes
 from taco_jax.plan import as_integer
+
+DIRECTIONS = ("forward", "backward")
 
 
 def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0,
@@ -164,13 +166,21 @@ def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=
                site="psum") -> UnderWay:  # fmt: skip
     """The message of `psum` (direction "forward") or of `copy` ("backward") under way, for the caller to time its hops.
 
-    It has no derivative: this is for those who write both directions themselves. One array, not a tree. calls: as of
-    `sites.current_calls()` where the forward message was made.
+    It has no derivative, and raises NotImplementedError if a compressed one is asked for: this is for those who write
+    both directions themselves. One array, not a tree. calls: as of `sites.current_calls()` where the forward message
+    was made.
+
+    Raises:
+      ValueError: a direction that is neither.
     """
     options = check_options("start_psum", axis_name, codec, backward_codec, scales, None, None, link,
                             min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
-    which = ("forward", "backward").index(direction)
+    if direction not in DIRECTIONS:
+        raise ValueError(f"start_psum: direction={direction!r}: must be one of {', '.join(DIRECTIONS)}")
+    which, x = DIRECTIONS.index(direction), jnp.asarray(x)
     message = options.message(options.codecs[which], x.nbytes, Label(site, direction, calls))
+    if not message.codec.exact:
+        x = without_derivative(x)
     exponents = options.scales.exponents
     return all_reduce(message, to_varying(x, axis_name), None if exponents is None else exponents[which], None)
 

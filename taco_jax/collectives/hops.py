@@ -28,8 +28,10 @@ class UnderWay:
 
         Whoever uses the value waits for the hop, and the next hop for the value. Without this XLA puts what it likes
         between them, and often nothing beside one of them. jax 0.10 cannot say it of values that vary over different
-        axes.
+        axes. A collective that has arrived leaves the value as it is.
         """
+        if not self.hops:
+            return value
         value, *arrays = barrier(value, *self._arrays)
         self._next(arrays)
         return value
@@ -46,3 +48,17 @@ class UnderWay:
             self.hops -= 1
         except StopIteration as stop:
             self._result, self.hops = stop.value, 0
+
+
+@jax.custom_jvp
+def without_derivative(x: jax.Array) -> jax.Array:
+    """x, and an error for whoever differentiates what becomes of it: past a codec's bits every derivative is zero."""
+    return x
+
+
+@without_derivative.defjvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "start_psum: a compressed message under way has no derivative, and a layer of several chains no second one; "
+        "psum and chains=1 have"
+    )

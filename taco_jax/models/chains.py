@@ -2,7 +2,8 @@
 
 A half is `x += sum over the ranks of last(core(norm(x)))`: a message enters core (its gradient's sum) and leaves last.
 What one chain sends depends on nothing that another computes at that time, so it can travel beside the other's matrix
-products. Messages and products are smaller and more; the same bytes travel. With two chains, attention A and mlp M:
+products. Messages and products are smaller and more; the same bytes travel, but for the padding of each message. With
+two chains, attention A and mlp M:
 
     product   A0    A1    M0    M1         |   A0 of the next layer
     message         A0    A1    M0    M1   |

@@ -41,7 +41,8 @@ class Parallel:
     """`implementation` of jax.nn.dot_product_attention: None, "xla", or "cudnn" (NVIDIA GPUs, 16-bit types)."""
     chains: int = 1
     """Parts of the batch that go through each layer side by side, so that one part's messages travel during the matrix
-    products of another (`taco_jax.models.chains`); the most that divide it, where this number does not."""
+    products of another (`taco_jax.models.chains`); the most that divide it, where this number does not. With more than
+    one, compressed layers have first derivatives only (a second one raises NotImplementedError)."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None takes the default of `taco_jax.vocab`."""
     precision: Any = None
@@ -52,8 +53,8 @@ class Parallel:
         object.__setattr__(self, "plan", tuple(sorted(plan, key=lambda entry: entry[0])))
         if self.remat not in REMAT:
             raise ValueError(f"remat={self.remat!r}: must be one of {', '.join(REMAT)}")
-        if self.chains < 1:
-            raise ValueError(f"chains={self.chains}: must be at least 1")
+        if type(self.chains) is not int or self.chains < 1:
+            raise ValueError(f"chains={self.chains!r}: must be an int of at least 1, such as 2")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 

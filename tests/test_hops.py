@@ -1,0 +1,86 @@
+"""Messages under way: what `UnderWay` takes, what it gives back, and that nobody differentiates one by mistake."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from model_helpers import QWEN2, Run
+
+from taco_jax.collectives import psum, start_psum
+from taco_jax.models import decoder
+from taco_jax.models.parallel import Parallel
+
+
+def over(f, ranks=2):
+    return jax.jit(jax.shard_map(f, mesh=make_mesh(tp=ranks), in_specs=P("tp"), out_specs=P()))
+
+
+@pytest.mark.parametrize("codec", ["none", "taco"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
+    x = jax.random.normal(jax.random.key(0), (ranks, 256))
+
+    def f(x):
+        message, value = start_psum(x, "tp", "forward", codec=codec), x
+        for _ in range(4):  # more often than there are hops
+            value = message.beside(value)
+        assert message.hops == 0
+        return message.arrive()[0], message.arrive()[0], lax.psum(value, "tp")
+
+    once, again, sum_ = over(f, ranks)(x)
+    want = over(lambda x: psum(x, "tp", codec=codec), ranks)(x)
+    np.testing.assert_array_equal(once, want)
+    np.testing.assert_array_equal(again, want)
+    np.testing.assert_allclose(sum_, x.sum(0, keepdims=True), rtol=1e-5)
+
+
+def test_a_compressed_message_has_no_derivative_and_says_so():
+    # Bits have none: without the error it would be zero.
+    def loss(x, codec):
+        return jnp.sum(start_psum(x, "tp", "forward", codec=codec).arrive()[0])
+
+    def gradient(codec):
+        return jax.jit(
+            jax.shard_map(jax.grad(lambda x: loss(x, codec)), mesh=make_mesh(tp=2), in_specs=P("tp"), out_specs=P("tp"))
+        )
+
+    np.testing.assert_array_equal(gradient("none")(jnp.ones((2, 128))), np.ones((2, 128)))
+    with pytest.raises(NotImplementedError, match="start_psum: a compressed message under way has no derivative"):
+        gradient("taco")(jnp.ones((2, 128)))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8h"])
+def test_second_derivatives_of_chains(codec):
+    # Exact ones are right; compressed ones are an error, never zero.
+    def second(chains):
+        run = Run(QWEN2, tp=2, batch=4, codec=codec, chains=chains)
+
+        def step(params, *batch):
+            params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
+            loss = lambda p: decoder.loss(p, *batch, run.config, run.par, {})[0]
+            squares = lambda p: jnp.sum(jax.grad(loss)(p)["layers"]["mlp_norm"]["scale"] ** 2)
+            return jax.tree.map(lambda g: lax.psum(g, "dp"), jax.grad(squares)(params))
+
+        specs = (run.specs, P("dp"), P("dp"), P("dp"))
+        f = jax.jit(jax.shard_map(step, mesh=run.mesh, in_specs=specs, out_specs=run.specs))
+        return jax.tree.leaves(f(run.params(), *run.batch_arrays()))
+
+    if codec == "none":
+        one, two = second(1), second(2)
+        whole = np.sqrt(sum(np.linalg.norm(leaf) ** 2 for leaf in one))
+        assert whole > 0 and all(np.linalg.norm(a - b) <= 1e-5 * whole for a, b in zip(one, two))
+        return
+    assert all(np.isfinite(leaf).all() for leaf in second(1))
+    with pytest.raises(NotImplementedError, match="a layer of several chains no second one"):
+        second(2)
+
+
+def test_what_is_no_direction_and_no_number_of_chains():
+    with pytest.raises(ValueError, match="direction='sideways': must be one of forward, backward"):
+        over(lambda x: start_psum(x, "tp", "sideways", codec="taco").arrive()[0])(jnp.ones((2, 128)))
+    for chains in (0, 2.5, "2", None, True):
+        with pytest.raises(ValueError, match="chains=.*: must be an int of at least 1, such as 2"):
+            Parallel(chains=chains)
