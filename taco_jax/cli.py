@@ -120,16 +120,21 @@ def _nearest_flag(flag: str, known: set[str]) -> str:
 
 
 def _one_line(box: str) -> str:
-    """The message of one of tyro's error boxes without its frame, its help text and its line breaks."""
-    lines = []
+    """The message of one of tyro's error boxes without its frame, its help text and its line breaks.
+
+    A terminal of ASCII gets rules of dashes and the title in a line of its own.
+    """
+    parts: list[list[str]] = [[]]
     for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
-        text = line.strip("│ \t")
-        if text.startswith(("──", "╰")):
-            break
-        if text and not text.startswith("╭"):
-            lines.append(text)
+        text = line.strip("│| \t")
+        if text.startswith(("──", "╰", "---")):
+            parts.append([])
+        elif text and not text.startswith("╭"):
+            parts[-1].append(text)
+    lines = parts[0] if "╭" in box or not parts[1:] else parts[1]
     text = " ".join(lines).replace("Error parsing ", "").rstrip(".")
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number, such as 2", text)
+    text = re.sub(r"no type matching (\S+) could be instantiated from \[('.*?')\].*", r"\2 must be one of \1", text)
     text = re.sub(r"could not convert string to float: ('.*?')", r"\1 is no number, such as 0.1", text)
     return f"{text}; --help describes every option"
 

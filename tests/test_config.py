@@ -85,6 +85,7 @@ def test_experiments(name, repository):
         (["--compression.foward=taco"], "unknown option --compression.foward; did you mean --compression.forward?"),
         (["--steps", "abc"], "--steps: 'abc' is no whole number, such as 2"),
         (["--optimizer.beta1", "x"], "--optimizer.beta1: 'x' is no number, such as 0.1"),
+        (["--compression.min-bytes", "x"], "--compression.min-bytes: 'x' must be one of {None}|INT"),
         (["--steps"], "Missing value for argument '--steps'"),
         (["five"], "Unrecognized options: five"),
         (["--model.n-heads", "0"], "n_heads=0: must be an integer of at least 1"),
@@ -96,6 +97,12 @@ def test_bad_command_line(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         cli.parse(args)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_messages_have_no_frame_whatever_the_terminal(run_python, encoding):
+    run = run_python(["-m", "taco_jax.train", "--steps", "abc"], env={"PYTHONIOENCODING": encoding}, check=2)
+    assert run.stderr == "error: --steps: 'abc' is no whole number, such as 2; --help describes every option\n"
 
 
 @pytest.mark.parametrize(

@@ -308,5 +308,5 @@ def test_parallel_settings():
         Parallel(remat="some")
     with pytest.raises(ValueError, match="loss_chunk=0: must be at least 1"):
         Parallel(loss_chunk=0)
-    with pytest.raises(ValueError, match="chains=0: must be at least 1"):
+    with pytest.raises(ValueError, match="chains=0: must be an int of at least 1"):
         Parallel(chains=0)

@@ -126,7 +126,10 @@ def test_sizes():
         (["--chunks", "1", "2000"], "chunks=(1, 2000): must be numbers from 1 to 1024"),
         (["--backend", "jax"], "backend='jax'"),
         (["--dtype", "int8"], "dtype='int8'"),
-        (["--smallest", "abc"], "--smallest: invalid literal"),
+        (
+            ["--smallest", "abc"],
+            "error: --smallest: 'abc' is no whole number, such as 2; --help describes every option",
+        ),
         (["--largest", "1"], "largest=1: must be at least 65536"),
         (["--ranks", "1"], "ranks=1: must be at least 2"),
         (["--ranks", "99"], "ranks=99: must be at least 2 and at most the 8 devices there are"),
