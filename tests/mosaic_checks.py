@@ -6,14 +6,23 @@ Everything here is numpy: the reference runs on the CPU, wherever the kernels ru
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_kernels import Geometry
+from pallas_kernels import Geometry, KernelSpec, choose
 from taco_jax import Codec, backend
 
 SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3)
 KINDS = ("gaussian", "zero", "inf", "nan", "huge", "tiny")
 # A calibrated site's.
 EXPONENTS = {"ue5m3": -4, "site": -2}
+
+
+def skip_without_mosaic() -> None:
+    """Skips a test where the first device takes other kernels, or none, with the reason."""
+    spec = KernelSpec("encode", "taco", "e4m3", 128, "hadamard", "ue5m3", "bfloat16", 1 << 20)
+    name, reason = choose(spec, jax.devices()[0])
+    if name != "mosaic":
+        pytest.skip(f"needs a GPU that runs mosaic kernels: {reason}")
 
 
 def values(size: int, kind: str, block: int, dtype: str, seed: int = 0) -> np.ndarray:

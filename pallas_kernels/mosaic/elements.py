@@ -15,7 +15,7 @@ from pallas_kernels.formats import Format
 
 _HARDWARE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 # 1.5 * 2^23: adding it rounds a small float32 to the nearest integer (even), which is then in the low bits.
-_MAGIC = np.float32(12582912.0)
+MAGIC = np.float32(12582912.0)
 
 
 def to_codes(fmt: Format, v: jax.Array, noise: jax.Array | None, interpret: bool) -> jax.Array:
@@ -33,7 +33,7 @@ def to_codes(fmt: Format, v: jax.Array, noise: jax.Array | None, interpret: bool
 
 def rounded(v: jax.Array) -> jax.Array:
     """Scaled and clipped float32 -> int32 whose low bits are the nearest integer's."""
-    return lax.bitcast_convert_type(v + _MAGIC, jnp.int32)
+    return lax.bitcast_convert_type(v + MAGIC, jnp.int32)
 
 
 def clip(fmt: Format, v: jax.Array, interpret: bool) -> jax.Array:

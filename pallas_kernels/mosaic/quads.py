@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import ELEMENTS, Format, packing_parts
-from pallas_kernels.mosaic import fp4, interleaving
+from pallas_kernels.mosaic import elements, fp4, interleaving
 from pallas_kernels.mosaic.tiling import ROWS
 from pallas_kernels.mosaic.words import constant, gather, halves, integers, part_of, plane_of, words_of
 
@@ -110,7 +110,7 @@ def _codes(fmt: Format, pairs: list) -> ir.Value:
     if fmt.element == "e2m1":
         return gather([fp4.code(value) for value in each])
     if not fmt.is_float:
-        return gather([arith.bitcast(i32, arith.addf(value, number(12582912.0))) for value in each])
+        return gather([arith.bitcast(i32, arith.addf(value, number(float(elements.MAGIC)))) for value in each])
     if moved := _moved(fmt):
         each = [arith.mulf(value, number(2.0**-moved)) for value in each]
     cast = f"cvt.rn.satfinite.{_HARDWARE[fmt.mantissa]}x2.f32 $0, $1, $2;"

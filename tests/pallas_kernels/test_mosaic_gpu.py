@@ -16,12 +16,23 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from mosaic_checks import EXPONENTS, KINDS, SIZES, arguments, check_values, check_wires, reference, shares, values
+from mosaic_checks import (
+    EXPONENTS,
+    KINDS,
+    SIZES,
+    arguments,
+    check_values,
+    check_wires,
+    reference,
+    shares,
+    skip_without_mosaic,
+    values,
+)
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle
 from pairs import pairwise
 
 import taco_jax
-from pallas_kernels import Geometry, KernelSpec, choose, mosaic
+from pallas_kernels import Geometry, mosaic
 from taco_jax import CODECS, UNCALIBRATED, Codec, backend
 from taco_jax.elements import ELEMENTS
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
@@ -37,10 +48,7 @@ RAGGED = dict(size=GPU_SIZES, operation=OPERATIONS, ranks=(1, 2, 4), name=("taco
 
 @pytest.fixture(autouse=True, scope="module")
 def hopper():
-    spec = KernelSpec("encode", "taco", "e4m3", 128, "hadamard", "ue5m3", "bfloat16", 1 << 20)
-    name, reason = choose(spec, jax.devices()[0])
-    if name != "mosaic":
-        pytest.skip(f"needs a GPU that runs mosaic kernels: {reason}")
+    skip_without_mosaic()
 
 
 @functools.cache
