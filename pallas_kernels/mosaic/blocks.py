@@ -51,7 +51,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         pieces += codes if fmt.bits == 8 else packing.pack(fmt, _parts(tiling, codes))
     if not pieces:
         return largest, planes
-    if interleaving.applies(fmt):
+    if _interleaves(tiling):
         start = 0
         for piece in pieces:
             interleaving.store(codes_s, piece, start, interpret)
@@ -85,7 +85,7 @@ def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
     whole = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True) if swizzled else None
 
     def plane(start):
-        if interleaving.applies(fmt):
+        if _interleaves(tiling):
             return interleaving.load(codes_s, start, width, interpret)
         if swizzled:
             return whole[:, start : start + width]
@@ -101,8 +101,13 @@ def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
 
 def swizzle(tiling: Tiling) -> int | None:
     """Bytes of the shared-memory swizzle of a tile's codes, None where their rows allow none or need none."""
-    ordered = tiling.owned or interleaving.applies(tiling.fmt)
+    ordered = tiling.owned or _interleaves(tiling)
     return tiling.row_bytes if tiling.row_bytes in (64, 128) and not ordered else None
+
+
+def _interleaves(tiling: Tiling) -> bool:
+    """Whether a thread's codes are consecutive bytes of their row."""
+    return interleaving.applies(tiling.fmt) or tiling.any_order
 
 
 def codes_scratch(tiling: Tiling, swizzled: int | None, *slots: int):

@@ -112,8 +112,8 @@ class Rotator:
         return self._product([(c, parts) for c in z], m_s, back=True) if self.active else z
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
-        """Values of codes (exact in float16), chunk by chunk -> rotated back, without their block's scale."""
-        return self._product([(c.astype(jnp.float16), 0) for c in codes], m_s, back=True) if self.active else codes
+        """Values of codes (exact in 16 bits), chunk by chunk -> rotated back, without their block's scale."""
+        return self._product([(c.astype(self.dtype), 0) for c in codes], m_s, back=True) if self.active else codes
 
     def _product(self, chunks: list[tuple], m_s, back: bool = False) -> list[jax.Array]:
         """chunks: (left operand, number of bfloat16 parts that stand for it, 0: none are needed)."""

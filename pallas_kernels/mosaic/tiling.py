@@ -26,11 +26,15 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Tiling:
-    """One operation's tiles. `interpret` is what `plgpu.kernel` takes: None on a GPU."""
+    """One operation's tiles. `interpret` is what `plgpu.kernel` takes: None on a GPU.
+
+    any_order: the bytes of a row may lie in any order, where no other implementation reads them.
+    """
 
     fmt: Format
     geometry: Geometry
     interpret: Any = None
+    any_order: bool = False
 
     @property
     def row(self) -> int:

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic import blocks, copies, owned
 from pallas_kernels.mosaic.pipeline import Workers
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
-_WARPS = 4  # of a warpgroup
+WARPS = 4  # of a warpgroup
 
 
 class Inputs:
@@ -86,33 +86,12 @@ class Writer:
         return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), plgpu.Layout.WGMMA.reduce(1))
 
     def put_largest(self, maxima_g, bits) -> None:
-        """The largest of what `write` returned -> the worker's own row of int32[workers, 4], one for each warp.
-
-        The maximum of all is left to XLA: Mosaic's own goes through shared memory that all warpgroups of a CTA have in
-        common, and one overwrites there what another has not read.
-        """
-        rows = bits if bits.ndim == 1 else jnp.max(bits, axis=1)
-        row_g = maxima_g.at[self.workers.index()]
-        if self.tiling.interpret is not None:
-            row_g[...] = jnp.full((_WARPS,), jnp.max(rows))
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1)))
-        def store(ctx, row, array):
-            i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
-            own = functools.reduce(arith.maxsi, array.registers.flat)
-            text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
-            largest = llvm.inline_asm(i32, [own], text, "=r,r", has_side_effects=True)
-            warp = arith.remui(utils.warp_idx(), arith.constant(i32, _WARPS))
-            pointer = utils.getelementptr(utils.memref_ptr(row), [warp], i32)
-            with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARP)):
-                llvm.StoreOp(largest, pointer)
-
-        store(row_g, rows)
+        """The largest of what `write` returned -> the worker's own row of int32[workers, 4], one for each warp."""
+        put_largest(maxima_g.at[self.workers.index()], bits, self.tiling.interpret is not None)
 
     @staticmethod
     def maxima_type(workers: Workers) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((workers.count, _WARPS), jnp.int32)
+        return jax.ShapeDtypeStruct((workers.count, WARPS), jnp.int32)
 
     def exponent(self, message):
         if self.exponents_g is None:
@@ -181,3 +160,28 @@ class Writer:
             self.o_g[message, line, offset - line * self.width] = value
         else:
             self.o_g[message, offset] = value
+
+
+def put_largest(row_g, bits, interpret: bool) -> None:
+    """The largest of a warpgroup's int32[64] or [64, 8] -> int32[4] in global memory, one for each warp.
+
+    The maximum of all is left to XLA: Mosaic's own goes through shared memory that all warpgroups of a CTA have in
+    common, and one overwrites there what another has not read.
+    """
+    rows = bits if bits.ndim == 1 else jnp.max(bits, axis=1)
+    if interpret:
+        row_g[...] = jnp.full((WARPS,), jnp.max(rows))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1)))
+    def store(ctx, row, array):
+        i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
+        own = functools.reduce(arith.maxsi, array.registers.flat)
+        text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        largest = llvm.inline_asm(i32, [own], text, "=r,r", has_side_effects=True)
+        warp = arith.remui(utils.warp_idx(), arith.constant(i32, WARPS))
+        pointer = utils.getelementptr(utils.memref_ptr(row), [warp], i32)
+        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARP)):
+            llvm.StoreOp(largest, pointer)
+
+    store(row_g, rows)

@@ -1,0 +1,42 @@
+"""What the NVLink kernels cannot do. Importable, and answered, without a GPU."""
+
+from __future__ import annotations
+
+from pallas_kernels.formats import DTYPES, Format
+from pallas_kernels.mosaic import obstacles as mosaic
+
+OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
+RANKS = (2, 4, 8)
+
+
+def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: int | None = None) -> str | None:
+    """Why `operation` cannot run over `ranks` GPUs, None where it can.
+
+    per_message: elements of one rank's message (all_reduce: of its share, or with two ranks of x).
+    """
+    if ranks not in RANKS:
+        return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
+    for name in ("encode", "decode"):
+        if (reason := mosaic.obstacle(fmt, name, dtype)) is not None:
+            return reason
+    if fmt.scale == "site":
+        return "nvlink kernels have no scale 'site'"
+    if fmt.rounding == "stochastic":
+        return "nvlink kernels round to nearest"
+    row = max(128, fmt.block)
+    if per_message is not None and (per_message % (8 * row) or per_message < mosaic.ROWS * row):
+        return f"a message of {per_message} elements is none of {mosaic.ROWS * row} or more in whole groups of 8 rows of {row}"
+    if not _fits(fmt, operation, dtype, ranks):
+        return (
+            f"{operation} of blocks of {fmt.block} of {dtype} over {ranks} ranks needs more shared memory than there is"
+        )
+    return None
+
+
+def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
+    from pallas_kernels.nvlink import operations
+
+    return operations.fits(fmt, operation, dtype, ranks)
+
+
+__all__ = ["DTYPES", "OPERATIONS", "RANKS", "obstacle"]
