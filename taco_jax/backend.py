@@ -87,10 +87,15 @@ def implementation(codec: Codec, operation: str, dtype, elements: int, backend="
     choice = choose(
         codec, region_device(), dtype, elements, operation=operation, backend=backend, geometry=geometry
     )  # fmt: skip
+    note(codec, operation, choice)
+    return choice[0]
+
+
+def note(codec: Codec, operation: str, choice: tuple[str, str]) -> None:
+    """Adds (name, reason) of what runs an operation to what `record` collects."""
     recorded = _choices.get()
     if recorded is not None and choice not in recorded.setdefault((codec.name, operation), []):
         recorded[codec.name, operation].append(choice)
-    return choice[0]
 
 
 def check_backend(codec: str | Codec, device, dtype: str, backend: str) -> None:
@@ -266,5 +271,5 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
-    "encode", "implementation", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
+    "encode", "implementation", "note", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
 ]  # fmt: skip

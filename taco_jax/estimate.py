@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import OPERATIONS
+from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
 from taco_jax.config import ConfigError, TrainConfig, to_dict
@@ -101,6 +102,9 @@ def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
         for (name, reason), operations in by_choice.items():
             which = "" if len(by_choice) == 1 else f" ({', '.join(operations)})"
             lines.append(f"  {codec:12} {name}{which}: {reason}")
+        for operation in LINK_OPERATIONS:
+            for name, reason in choices.get((codec, operation), ()):
+                lines.append(f"  {codec:12} {operation} by {name}: {reason}")
     for codec in program.codecs:
         if codec != "none":
             lines += [_tuned_line(program, codec, device), *_chains_line(program, codec, device)]

@@ -40,8 +40,6 @@ def check_transport(algorithm, link, backend, exchange, chunks, min_bytes) -> tu
         ("exchange", exchange, EXCHANGES),
     ):
         check_choice(key, value, valid)
-    if link == "nvlink":
-        raise ValueError("link='nvlink': one-kernel NVLink collectives are not built yet; use link='auto' or 'nccl'")
     if chunks is not None:
         rule = f"must be an integer from 1 to {MAX_CHUNKS}, or None for the tuned number"
         chunks = as_integer("chunks", chunks, rule)
@@ -63,7 +61,9 @@ class Compression:
       forward, backward: codec (preset name or `Codec`) of activations and of their gradients.
       min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for the link.
       algorithm: two_shot, one_shot, or auto (the exchange for two ranks, else two_shot).
-      link: nccl, nvlink (one-kernel collectives over peer memory), or auto.
+      link: nccl (kernels around NCCL's collectives), nvlink (one kernel that writes into peers' memory; raises
+        KernelUnavailableError where it cannot), or auto, which takes nvlink where one process drives Hopper GPUs that
+        have it.
       backend: what encodes and decodes: mosaic, triton (GPU kernels), jnp, or auto, which takes a kernel where there is
         one. A backend that is forced and cannot run raises `pallas_kernels.KernelUnavailableError` when it is traced.
       chunks: pieces of a message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with

@@ -65,7 +65,11 @@ def test_axes_of_size_one_need_not_be_manual():
         ({"codec": "tacoo"}, ValueError, r"did you mean 'taco'\?"),
         ({"codec": 8}, TypeError, "codec=8 must be a preset name or a Codec"),
         ({"algorithm": "ring"}, ValueError, "algorithm='ring'"),
-        ({"link": "nvlink"}, ValueError, "not built yet"),
+        (
+            {"link": "nvlink"},
+            KernelUnavailableError,
+            "link 'nvlink' cannot all_reduce codec 'taco': platform 'cpu' has no NVLink kernels; use link 'auto'",
+        ),
         ({"link": "ib"}, ValueError, "link='ib'"),
         ({"min_bytes": -1}, ValueError, "psum: min_bytes=-1: must be an integer of 0 or more bytes"),
         ({"min_bytes": "1"}, TypeError, "psum: min_bytes='1': is of type str; must be an integer of 0 or more"),

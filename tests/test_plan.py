@@ -75,7 +75,6 @@ def test_compression_is_a_hashable_value():
             r"algorithm='twoshot' is unknown: did you mean 'two_shot'\? valid are auto, one_shot",
         ),
         ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink"),
-        ({"link": "nvlink"}, "link='nvlink': one-kernel NVLink collectives are not built yet"),
         ({"backend": "mosiac"}, r"backend='mosiac' is unknown: did you mean 'mosaic'\?"),
         ({"exchange": "all2all"}, "exchange='all2all' is unknown"),
         ({"chunks": 0}, "chunks=0: must be an integer from 1 to 1024, or None"),

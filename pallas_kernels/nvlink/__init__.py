@@ -4,9 +4,9 @@
 environment variables.
 """
 
-from pallas_kernels.nvlink.obstacles import obstacle
+from pallas_kernels.nvlink.obstacles import OPERATIONS, obstacle
 
-_OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
+_OPERATIONS = ("all_gather", "all_reduce", "message_bytes", "reduce_scatter")
 
 
 def __getattr__(name: str):
@@ -17,4 +17,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["obstacle", *_OPERATIONS]
+__all__ = ["OPERATIONS", "obstacle", *_OPERATIONS]

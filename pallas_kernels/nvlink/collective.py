@@ -32,8 +32,8 @@ from pallas_kernels.nvlink.deal import COURIER, CTA, ROLE, Deal
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.nvlink.post import Slots
 
-# A multiprocessor has 512 for each of its 128 lanes: what three workers need, the couriers give up.
-WORKERS_REGISTERS, COURIERS_REGISTERS = 160, 24
+# A multiprocessor has 512 for each of 128 lanes: what so many workers can use, when the couriers give up theirs.
+WORKERS_REGISTERS, COURIERS_REGISTERS = {2: 240, 3: 160}, 24
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,16 @@ class Program:
         """Whether sums have a term that comes from no frame: the owner's x."""
         return self.scatters
 
-    @property
-    def combiners(self) -> int:
-        """Warpgroups that combine."""
-        return 0 if not self.combines else 1 if self.receives else 2
+    def combiners(self, workers: int) -> int:
+        """Warpgroups that combine; `workers` share what writes values, where the program is no two-shot."""
+        return 0 if not self.combines else 1 if self.receives else workers
 
-    @property
-    def receivers(self) -> int:
-        return 0 if not self.receives else 1 if self.combines else 2
+    def receivers(self, workers: int) -> int:
+        return 0 if not self.receives else 1 if self.combines else workers
 
-    @property
-    def into_values(self) -> int:
+    def into_values(self, workers: int) -> int:
         """Warpgroups that write values."""
-        return self.combiners + self.receivers - self.sums_into_frames
+        return self.combiners(workers) + self.receivers(workers) - self.sums_into_frames
 
 
 TWO_SHOT = Program("nvlink_all_reduce", True, True, True)
@@ -77,9 +74,10 @@ ALL_GATHER = Program("nvlink_all_gather", False, False, True)
 
 @dataclass(frozen=True)
 class Memory:
-    """How much each role reads ahead and lets wait: stages of x, frames going out, sets of frames coming in, stages of
-    the own x, frames of sums, slots of single frames, buffers of y."""
+    """How many warpgroups do the last role, and how much each role reads ahead and lets wait: stages of x, frames going
+    out, sets of frames coming in, stages of the own x, frames of sums, slots of single frames, buffers of y."""
 
+    workers: int
     stages: int
     outgoing: int
     sets: int
@@ -90,23 +88,25 @@ class Memory:
 
     def bytes(self, program: Program, ranks: int, frame: int, tile: int) -> int:
         """Of all roles, without the rotation's matrices. frame, tile: bytes of one, and of one of x or y."""
-        total = self.stages * tile + self.outgoing * frame + program.into_values * self.buffers * tile
-        total += program.combiners * self.sets * (ranks - program.owned) * frame
+        total = self.stages * tile + self.outgoing * frame
+        combiners, receivers = program.combiners(self.workers), program.receivers(self.workers)
+        total += program.into_values(self.workers) * self.buffers * tile
+        total += combiners * self.sets * (ranks - program.owned) * frame
         if program.owned:
-            total += program.combiners * self.own_stages * tile
-        return total + program.receivers * self.slots * frame + program.sums_into_frames * self.sums * frame
+            total += combiners * self.own_stages * tile
+        return total + receivers * self.slots * frame + program.sums_into_frames * self.sums * frame
 
 
 # The first that fits is taken.
 MEMORIES = (
-    Memory(2, 6, 2, 2, 4, 4, 2),
-    Memory(2, 6, 2, 1, 4, 3, 1),
-    Memory(2, 5, 1, 1, 3, 3, 1),
-    Memory(2, 3, 2, 1, 2, 3, 1),
-    Memory(2, 3, 1, 1, 2, 2, 1),
-    Memory(1, 3, 1, 1, 2, 2, 1),
-    Memory(1, 2, 1, 1, 2, 2, 1),
-    Memory(1, 2, 1, 1, 1, 1, 1),
+    Memory(2, 2, 6, 2, 2, 4, 4, 2),
+    Memory(2, 2, 6, 2, 1, 4, 3, 1),
+    Memory(2, 2, 5, 1, 1, 3, 3, 1),
+    Memory(2, 2, 3, 2, 1, 2, 3, 1),
+    Memory(2, 2, 3, 1, 1, 2, 2, 1),
+    Memory(2, 1, 3, 1, 1, 2, 2, 1),
+    Memory(1, 2, 3, 1, 1, 2, 2, 1),
+    Memory(1, 1, 2, 1, 1, 1, 1, 1),
 )
 
 
@@ -133,10 +133,9 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
     exponent = exponent if has_exponent else jnp.zeros((1,), jnp.int32)
     transforms = rotation.transforms(dtype, tiling.chunk)
     n_buffers = 1 + program.sums_into_frames
-    combinings = [
-        roles.Combining(deal, program.owned, i, program.combiners, memory.sets) for i in range(program.combiners)
-    ]
-    receivings = [roles.Receiving(deal, i, program.receivers, memory.slots) for i in range(program.receivers)]
+    combiners, receivers = program.combiners(memory.workers), program.receivers(memory.workers)
+    combinings = [roles.Combining(deal, program.owned, i, combiners, memory.sets) for i in range(combiners)]
+    receivings = [roles.Receiving(deal, i, receivers, memory.slots) for i in range(receivers)]
     sending = roles.Sending(deal, program.scatters)
 
     def tiles_memory(*slots):
@@ -145,12 +144,12 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
     scratch = {"matrices": rotator.scratch, "matrices_full": plgpu.Barrier()}
     scratch |= {"x": tiles_memory(memory.stages), "x_full": plgpu.Barrier(num_barriers=memory.stages)}
     if program.owned:
-        scratch["own"] = tiles_memory(program.combiners, memory.own_stages)
-        scratch["own_full"] = plgpu.Barrier(num_barriers=program.combiners * memory.own_stages)
-    scratch["y"] = tiles_memory(program.into_values, memory.buffers)
+        scratch["own"] = tiles_memory(combiners, memory.own_stages)
+        scratch["own_full"] = plgpu.Barrier(num_barriers=combiners * memory.own_stages)
+    scratch["y"] = tiles_memory(program.into_values(memory.workers), memory.buffers)
     counts = {"outgoing": (1, memory.outgoing), "sums": (int(program.sums_into_frames), memory.sums)}
-    counts["sets"] = program.combiners, memory.sets * (deal.ranks - program.owned)
-    counts["slots"] = program.receivers, memory.slots
+    counts["sets"] = combiners, memory.sets * (deal.ranks - program.owned)
+    counts["slots"] = receivers, memory.slots
     for name, (owners, count) in counts.items():
         if owners:
             scratch[name] = frames.scratch(owners, count)
@@ -193,8 +192,8 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
         def receive(i):
             roles.receive(desk(), receivings[i], slots("slots", i), values(i), begin)
 
-        workers = [send, *[functools.partial(combine, i) for i in range(program.combiners)]]
-        workers += [functools.partial(receive, i) for i in range(program.receivers)]
+        workers = [send, *[functools.partial(combine, i) for i in range(combiners)]]
+        workers += [functools.partial(receive, i) for i in range(receivers)]
 
         def deliver(name, k, order):
             post.deliver(deal, slots(name), buffers_g[k], signals[k], order)
@@ -212,7 +211,7 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
 
             @pl.when(role == i)
             def _(work=work):
-                plgpu.set_max_registers(WORKERS_REGISTERS, action="increase")
+                plgpu.set_max_registers(WORKERS_REGISTERS[len(workers)], action="increase")
                 work()
                 plgpu.wait_smem_to_gmem(0)
 
@@ -238,7 +237,7 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
         scratch_types=list(scratch.values()),
         grid=(deal.ctas,),
         grid_names=(CTA,),
-        num_threads=2 + program.combiners + program.receivers,
+        num_threads=2 + combiners + receivers,
         thread_name=ROLE,
         compiler_params=compat.compiler_params(),
     )(x_RC, rotator.operand, exponent)

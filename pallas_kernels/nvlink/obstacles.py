@@ -14,6 +14,8 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
 
     per_message: elements of one rank's message (all_reduce: of its share, or with two ranks of x).
     """
+    if operation not in OPERATIONS:
+        return f"there is no NVLink kernel for {operation}, only for {', '.join(OPERATIONS)}"
     if ranks not in RANKS:
         return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
     for name in ("encode", "decode"):
@@ -25,11 +27,10 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
         return "nvlink kernels round to nearest"
     row = max(128, fmt.block)
     if per_message is not None and (per_message % (8 * row) or per_message < mosaic.ROWS * row):
-        return f"a message of {per_message} elements is none of {mosaic.ROWS * row} or more in whole groups of 8 rows of {row}"
+        least = mosaic.ROWS * row
+        return f"a message of {per_message} elements is not whole groups of 8 rows of {row}, or under {least}"
     if not _fits(fmt, operation, dtype, ranks):
-        return (
-            f"{operation} of blocks of {fmt.block} of {dtype} over {ranks} ranks needs more shared memory than there is"
-        )
+        return f"{operation} of blocks of {fmt.block} of {dtype} over {ranks} ranks needs too much shared memory"
     return None
 
 

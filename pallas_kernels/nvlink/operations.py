@@ -16,17 +16,22 @@ from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink import collective
 from pallas_kernels.nvlink.collective import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT
 from pallas_kernels.nvlink.deal import Deal
+from pallas_kernels.nvlink.frames import Frames
 
 _PROGRAMS = {"all_reduce": (TWO_SHOT, ONE_SHOT), "reduce_scatter": (REDUCE_SCATTER,), "all_gather": (ALL_GATHER,)}
 
 
 def all_reduce(fmt: Format, geometry: Geometry, x_S: jax.Array, axis: str, exponent=None):
-    """(the sum of x over the ranks of `axis`, dtype[S]; largest block scale before rounding of both hops, float32[]).
+    """(the sum of x over the ranks of `axis`, dtype[geometry.elements]; largest block scale of all hops, float32[]).
 
-    geometry: of P messages, each its owner's: two-shot. Of one: one-shot, the exchange where there are two ranks.
+    The scale is the one before rounding. geometry: of P messages, each its owner's: two-shot. Of one: one-shot, the
+    exchange where there are two ranks. It covers the whole groups of 8 rows of x; what else x has is not in the result.
     """
     two_shot = geometry.messages > 1
-    x_RC, tiling = _rows(fmt, geometry, x_S), _tiling(fmt, geometry)
+    if geometry.elements != ragged.whole_elements(fmt, x_S.size):
+        raise ValueError(f"{geometry} is not of the whole groups of 8 rows of x, which has {x_S.size} elements")
+    check_operands(fmt, geometry)
+    x_RC, tiling = ragged.rows_of(fmt, x_S), _tiling(fmt, geometry)
     deal = Deal(tiling, jax.lax.axis_size(axis), axis)
     program = TWO_SHOT if two_shot else ONE_SHOT
     y, bits = collective.run(program, deal, x_RC, _exponent(fmt, exponent), x_RC.shape[0])
@@ -51,6 +56,12 @@ def all_gather(fmt: Format, x_N: jax.Array, axis: str, exponent=None):
     return y.reshape(p, n), largest(bits, tiling)
 
 
+def message_bytes(fmt: Format, geometry: Geometry) -> int:
+    """Bytes of one message's frames, which is what crosses the link of it."""
+    tiling = _tiling(fmt, geometry)
+    return tiling.tiles_per_message * Frames(tiling).bytes
+
+
 def fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
     """Whether a kernel's shared memory suffices."""
     row = ragged.row_elements(fmt)
@@ -71,4 +82,4 @@ def _exponent(fmt, exponent):
     return None if exponent is None or fmt.scale != "ue5m3" else jnp.asarray(exponent, jnp.int32)[None]
 
 
-__all__ = ["all_gather", "all_reduce", "fits", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "fits", "message_bytes", "reduce_scatter"]

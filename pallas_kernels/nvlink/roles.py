@@ -3,7 +3,7 @@
 | role | takes | gives |
 |---|---|---|
 | `send` | tiles of x | frames, to the message's owner or to every rank |
-| `combine` | frames of one tile from all ranks, in the owner's place his own x | their sum: a frame, to every rank, or values |
+| `combine` | a tile's frames from all ranks, for the owner's his own x | their sum: a frame to every rank, or values |
 | `receive` | frames, one by one | their values, rotated back, in y |
 
 The couriers that bring and take frames are in `post.py`; the order in which a role uses frames is here, for both.

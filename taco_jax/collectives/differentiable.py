@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax import sites
-from taco_jax.collectives import move, one_shot, two_shot
+from taco_jax.collectives import move, nvlink, one_shot, two_shot
 from taco_jax.collectives.hops import UnderWay
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.region import permute, to_varying
@@ -142,6 +142,7 @@ def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[
     if message.codec.exact or message.ranks == 1:
         _record_exact("ppermute", message, x, x.size)
         return permute(to_varying(x, message.axis), message.axis, op.perm), None
+    nvlink.takes(message, "ppermute", x)
     return move.ppermute(message, x, exponent, key, op.perm)
 
 
@@ -150,7 +151,7 @@ def all_reduce(message: Message, x, exponent, key) -> UnderWay:
     if message.codec.exact or message.ranks == 1:
         return UnderWay(_exact_psum(message, x), 1)
     one = message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
-    kind = one_shot if one else two_shot
+    kind = nvlink if nvlink.takes(message, "all_reduce", x) else one_shot if one else two_shot
     return UnderWay(kind.all_reduce(message, x, exponent, key), kind.HOPS)
 
 
@@ -168,7 +169,8 @@ def _psum_scatter(op, message, x, exponent, key):
         _record_exact("psum_scatter", message, x, x.size)
         return lax.psum_scatter(x, message.axis, scatter_dimension=dim, tiled=op.tiled), None
     x_PN, shape = _split(x, dim, message.ranks, op.tiled)
-    y, measure = two_shot.reduce_scatter(message, x_PN, exponent, key)
+    kind = nvlink if nvlink.takes(message, "reduce_scatter", x_PN) else two_shot
+    y, measure = kind.reduce_scatter(message, x_PN, exponent, key)
     return y.reshape(shape), measure
 
 
@@ -178,7 +180,11 @@ def _all_gather(op, message, x, exponent, key):
         _record_exact("all_gather", message, x, message.ranks * x.size)
         x = to_varying(x, message.axis)
         return lax.all_gather(x, message.axis, axis=dim, tiled=op.tiled, to=op.to), None
-    y, measure = move.all_gather(message, x, exponent, key, op.to)
+    separate = lambda x, exponent: move.all_gather(message, x, exponent, key, op.to)
+    if nvlink.takes(message, "all_gather", x):
+        y, measure = nvlink.all_gather(message, x, exponent, key, op.to, separate)
+    else:
+        y, measure = separate(x, exponent)
     return _join(y, dim, op.tiled), measure
 
 
@@ -188,6 +194,7 @@ def _all_to_all(op, message, x, exponent, key):
     if message.codec.exact or message.ranks == 1:
         _record_exact("all_to_all", message, x, x.size)
         return lax.all_to_all(x, message.axis, split, concat, tiled=op.tiled), None
+    nvlink.takes(message, "all_to_all", x)  # raises where it is asked for
     x_PN, shape = _split(x, split, message.ranks, op.tiled)
     y_PN, measure = move.all_to_all(message, x_PN, exponent, key)
     return _join(y_PN.reshape(-1, *shape), concat, op.tiled), measure

@@ -30,7 +30,7 @@ class Message:
     """The static part of one message: hashable, so that a custom_vjp can carry it.
 
     with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
-    backend, chunks, exchange: arguments of the collectives (`api.py`).
+    backend, chunks, exchange, link: arguments of the collectives (`api.py`).
     """
 
     axis: AxisName
@@ -41,6 +41,7 @@ class Message:
     backend: str = "auto"
     chunks: int = 1
     exchange: str = "all_to_all"
+    link: str = "auto"
 
     @property
     def ranks(self) -> int:

@@ -29,6 +29,7 @@ class Options:
     backend: str
     chunks: int | None
     exchange: str
+    link: str
     key: jax.Array | None
 
     def message(self, codec: Codec, nbytes: int, label: Label) -> Message:
@@ -46,7 +47,8 @@ class Options:
             exchange = measured[1] if exchange == "auto" else exchange
         slot = self.scales.slot
         with_stats = slot is not None and slot.shape[-1] == STATS_WIDTH
-        return Message(self.axis, codec, self.algorithm, with_stats, label, self.backend, chunks or 1, exchange)
+        return Message(self.axis, codec, self.algorithm, with_stats, label, self.backend, chunks or 1, exchange,
+                       self.link)  # fmt: skip
 
 
 def check_options(entry, axis, codec, backward_codec, scales, key, groups, link, min_bytes, backend, chunks, exchange,
@@ -66,7 +68,7 @@ def check_options(entry, axis, codec, backward_codec, scales, key, groups, link,
     except (TypeError, ValueError) as error:
         raise type(error)(f"{entry}: {error}") from None
     check_region(axis, entry)
-    return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, key)
+    return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, link, key)
 
 
 def _check_scales(scales) -> None:

@@ -23,7 +23,7 @@ LARGE = S // 16
 
 
 def psum(x, codec="taco", **options):
-    return lax.pcast(taco_jax.psum(x, "tp", codec=codec, **options), "tp", to="varying")
+    return lax.pcast(taco_jax.psum(x, "tp", codec=codec, link="nccl", **options), "tp", to="varying")
 
 
 def shape(*dims, dtype=jnp.bfloat16):
@@ -47,8 +47,8 @@ def rows(x):
 @pytest.mark.parametrize(
     "f,passes",
     [
-        (lambda x: taco_jax.psum_scatter(rows(x), "tp", codec="int6h"), 0),
-        (lambda x: taco_jax.all_gather(x, "tp", codec="int6h"), 0),
+        (lambda x: taco_jax.psum_scatter(rows(x), "tp", codec="int6h", link="nccl"), 0),
+        (lambda x: taco_jax.all_gather(x, "tp", codec="int6h", link="nccl"), 0),
         # The own row is not quantised: it is put in its place afterwards.
         (lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, codec="int6h", tiled=True), 1),
         (lambda x: psum(x, "int6h", algorithm="one_shot"), 0),
@@ -64,7 +64,7 @@ def test_other_collectives_are_two_kernels(f, passes):
 
 def test_layers_in_a_scan_with_remat():
     # Megatron's pair, compressed in both passes: f before the column-parallel product, g after the row-parallel one.
-    compression = taco_jax.Compression("int6h", "int6h", min_bytes=0)
+    compression = taco_jax.Compression("int6h", "int6h", min_bytes=0, link="nccl")
 
     def layer(x, ws):
         w_up, w_down = ws
@@ -121,11 +121,11 @@ def update_in_a_loop(x):
 
 
 def scattered_slice(x):
-    return taco_jax.psum_scatter(x[5 : 5 + S].reshape(4, -1), "tp", codec="taco")
+    return taco_jax.psum_scatter(x[5 : 5 + S].reshape(4, -1), "tp", codec="taco", link="nccl")
 
 
 def gathered_slice(x):
-    return taco_jax.all_gather(x[5 : 5 + S], "tp", codec="int4h")
+    return taco_jax.all_gather(x[5 : 5 + S], "tp", codec="int4h", link="nccl")
 
 
 @pytest.mark.parametrize("decode", ["decode", "sum_decode"])

@@ -19,7 +19,7 @@ MESSAGE = 4 * 512 * 2048  # of a chain
 def compiled_step(codec, chains, **changes):
     mesh = jax.sharding.Mesh(np.array(devices()).reshape(1, 1, 4), ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
     config = TrainConfig(
-        model=MODEL, mesh=MeshConfig(tp=4), compression=CompressionConfig(codec, codec, min_bytes=0),
+        model=MODEL, mesh=MeshConfig(tp=4), compression=CompressionConfig(codec, codec, min_bytes=0, link="nccl"),
         data=DataConfig(sequence_length=512), global_batch=8, remat="full", chains=chains,
         attention_implementation="xla", **changes,
     )  # fmt: skip

@@ -299,7 +299,7 @@ def varying(y):
 def test_psum_is_the_same_on_every_rank(name, size, mesh):
     ranks = mesh.size
     x = np.asarray(jax.random.normal(jax.random.key(1), (ranks, size)).astype(jnp.bfloat16))
-    psum = lambda x, **options: varying(taco_jax.psum(x, "tp", codec=name, **options))
+    psum = lambda x, **options: varying(taco_jax.psum(x, "tp", codec=name, link="nccl", **options))
     y = np.asarray(on_every_rank(functools.partial(psum, backend="mosaic"), mesh)(x), np.float32)
     np.testing.assert_array_equal(y, np.broadcast_to(y[0], y.shape))
     theirs = np.asarray(on_every_rank(functools.partial(psum, backend="jnp"), mesh)(x)[0], np.float32)
@@ -316,7 +316,8 @@ def test_psum_is_the_same_on_every_rank(name, size, mesh):
 def test_every_rank_sees_what_is_not_finite(dtype, mesh):
     x = np.ones((mesh.size, 1024), dtype)
     x[0, 130], x[1, 700] = np.inf, np.nan
-    y = np.asarray(on_every_rank(lambda x: varying(taco_jax.psum(x, "tp", codec="taco", backend="mosaic")), mesh)(x))
+    psum = lambda x: varying(taco_jax.psum(x, "tp", codec="taco", link="nccl", backend="mosaic"))
+    y = np.asarray(on_every_rank(psum, mesh)(x))
     blocks = y.reshape(mesh.size, 8, 128)
     assert np.isnan(blocks[:, [1, 5]]).all() and np.isfinite(np.delete(blocks, [1, 5], axis=1)).all()
 
@@ -325,7 +326,7 @@ def test_layers_train_in_a_scan_with_remat(mesh):
     """Values and gradients of a small stack, with kernels and with jnp: both are one code away at most."""
 
     def gradient(backend_name, x, w_up, w_down):
-        compression = taco_jax.Compression("int8h", "int8h", min_bytes=0, backend=backend_name)
+        compression = taco_jax.Compression("int8h", "int8h", min_bytes=0, link="nccl", backend=backend_name)
 
         def layer(x, ws):
             y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ ws[0]) @ ws[1]

@@ -1,0 +1,62 @@
+"""A choice that only the mesh's devices decide, which tracing does not see: it is made when the program is lowered.
+
+Peer memory is addressed by a device's place in the mesh, and a kernel takes that for its number among the process's
+devices. While a region is traced its mesh is abstract, and says nothing about the order of its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+_choose = Primitive("taco_jax_by_mesh")
+_choose.multiple_results = True
+
+
+def by_mesh(in_order: Callable, else_: Callable, *args: jax.Array, force: bool = False) -> list[jax.Array]:
+    """in_order(*args) where the mesh's devices are the process's own, 0, 1, ... in that order; else else_(*args).
+
+    Both return sequences of arrays of the same types. force: a ValueError takes the place of else_, when the program is
+    lowered. Neither is differentiated.
+    """
+    first, second = (jax.jit(lambda *args, f=f: tuple(f(*args))).trace(*args).jaxpr for f in (in_order, else_))
+    if list(first.out_avals) != list(second.out_avals):
+        raise TypeError(f"by_mesh: results differ: {first.out_avals} and {second.out_avals}")
+    return _choose.bind(*args, in_order=first, else_=second, force=force)
+
+
+@_choose.def_abstract_eval
+def _types(*args, in_order, else_, force):
+    return list(else_.out_avals)
+
+
+def order(axis_context) -> Sequence[int] | None:
+    """The ids of the mesh's devices, row by row; None where there are none, as when lowering for export."""
+    mesh = getattr(axis_context, "mesh", None)
+    return None if not isinstance(mesh, jax.sharding.Mesh) else [device.id for device in mesh.devices.flat]
+
+
+def _lower(ctx, *args, in_order, else_, force):
+    ids = order(ctx.module_context.axis_context)
+    good = ids is not None and list(ids) == list(range(len(ids)))
+    if force and not good:
+        raise ValueError(
+            f"link='nvlink': the mesh has devices {'unknown' if ids is None else list(ids)}, and peer memory needs the "
+            f"process's own from 0 on in order; use link='auto' or 'nccl', or a mesh of jax.devices() as they come"
+        )
+    return mlir.lower_fun(jaxpr_as_fun(in_order if good else else_), multiple_results=True)(ctx, *args)
+
+
+def _batch(args, dims, *, in_order, else_, force):
+    # A batch of collectives is one after the other in their own words: kernels have no batch.
+    if force:
+        raise NotImplementedError("link='nvlink': jax.vmap of a collective; use link='auto' or 'nccl'")
+    outs = jax.vmap(jaxpr_as_fun(else_), in_axes=dims)(*args)
+    return outs, [0] * len(outs)
+
+
+mlir.register_lowering(_choose, _lower)
+batching.primitive_batchers[_choose] = _batch

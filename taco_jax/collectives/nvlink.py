@@ -1,0 +1,174 @@
+"""The collectives as one kernel each that writes into peers' memory (`pallas_kernels/nvlink`), and when that is taken.
+
+Values are those of the kernels and NCCL collectives of `two_shot.py`, `one_shot.py` and `move.py`, bit for bit, where
+messages are whole groups of 8 rows of 128; the last few elements of others are summed exactly.
+
+Dim letters: P ranks, S elements of x, N elements of a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import KernelUnavailableError
+from pallas_kernels import nvlink as kernels
+from pallas_kernels.devices import compute_capability, describe, region_device
+from pallas_kernels.nvlink import hardware
+from taco_jax import backend, sites
+from taco_jax.collectives import one_shot, two_shot
+from taco_jax.collectives.by_mesh import by_mesh
+from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.collectives.hops import Hopping, UnderWay
+from taco_jax.collectives.message import Message
+from taco_jax.collectives.region import axis_tuple, to_varying
+from taco_jax.compat import as_varying, varying_axes
+from taco_jax.wire import round_up
+
+HOPS = 1
+
+
+def takes(message: Message, operation: str, x: jax.Array) -> bool:
+    """Whether a message goes over NVLink in one kernel. operation: all_reduce, reduce_scatter or all_gather of x.
+
+    Raises KernelUnavailableError where that is forced and cannot be.
+    """
+    if message.link == "nccl" or (message.link == "auto" and operation not in kernels.OPERATIONS):
+        return False
+    reason = obstacle(message, operation, x)
+    if reason is None:
+        found = "one kernel over NVLink writes into peers' memory" if message.link == "auto" else "nvlink was asked for"
+    backend.note(message.codec, operation, ("nccl", reason) if reason else ("nvlink", found))
+    if reason and message.link == "nvlink":
+        raise KernelUnavailableError(
+            f"link 'nvlink' cannot {operation} codec {message.codec.name!r}: {reason}; use link 'auto' or 'nccl'"
+        )
+    return reason is None
+
+
+def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
+    """Why not, None where it goes; all but the order of the mesh's devices, which is known when it is lowered."""
+    device = region_device()
+    if device.platform not in ("gpu", "cuda"):
+        return f"platform {device.platform!r} has no NVLink kernels"
+    if compute_capability(device) is None or compute_capability(device)[0] != 9:
+        return f"NVLink kernels need compute capability 9.0, not {describe(device)}"
+    if message.backend not in ("auto", "mosaic"):
+        return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
+    if jax.process_count() > 1:
+        return "several processes drive these GPUs, and peer memory is for one that drives all"
+    if message.link == "auto" and (reason := hardware.missing(device.device_kind)) is not None:
+        return reason
+    if len(axis_tuple(message.axis)) != 1:
+        return f"it goes over the axes {message.axis}, and NVLink kernels over one"
+    if message.with_stats:
+        return "statistics are counted by the jnp codec"
+    sizes = {"all_reduce": _geometry(message, _whole(message, x.size)).per_message, "all_gather": x.size}
+    n = sizes.get(operation, x.size // message.ranks)
+    fmt = backend.to_format(message.codec)
+    return kernels.obstacle(fmt, operation, str(x.dtype), message.ranks, n)
+
+
+def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
+    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hops."""
+    codec, (axis,) = message.codec, axis_tuple(message.axis)
+    x_S = to_varying(x, axis).reshape(-1)
+    whole = _whole(message, x.size)
+    geometry = _geometry(message, whole)
+
+    def fused(x_S, exponent):
+        y, measure = kernels.all_reduce(backend.to_format(codec), geometry, x_S, axis, exponent)
+        if whole < x.size:
+            tail = lax.psum(x_S[whole:].astype(jnp.float32), axis).astype(x.dtype)
+            y = jnp.concatenate([as_varying(y, varying_axes(tail)), tail])
+        return y, measure
+
+    def separate(x_S, exponent):
+        kind = one_shot if _is_one_shot(message) else two_shot
+        return UnderWay(kind.all_reduce(message, x_S, exponent, key), kind.HOPS).arrive()
+
+    y, measure = _run(message, fused, separate, x_S, exponent, to="invarying")
+    _record(message, "psum", x, geometry, 1 if _is_one_shot(message) else 2)
+    (y,) = yield [y]
+    return y.reshape(x.shape), measure
+
+
+def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
+    """Row r of the summed [P, N] for rank r, x's dtype[N], the own term unquantised."""
+    (axis,) = axis_tuple(message.axis)
+    p, n = x_PN.shape
+    fused = lambda x, exponent: kernels.reduce_scatter(backend.to_format(message.codec), x, axis, exponent)
+    separate = lambda x, exponent: two_shot.reduce_scatter(message, x, exponent, key)
+    y, measure = _run(message, fused, separate, to_varying(x_PN, axis), exponent, to="varying")
+    _record(message, "psum_scatter", x_PN, backend.Geometry(p * n, p, n), 1)
+    return y, measure
+
+
+def all_gather(message: Message, x: jax.Array, exponent, key, to: str, separate) -> tuple[jax.Array, jax.Array]:
+    """[...] -> [P, ...]; the own shard is quantised too. separate(x, exponent): the same through NCCL."""
+    (axis,) = axis_tuple(message.axis)
+
+    def fused(x, exponent):
+        y_PN, measure = kernels.all_gather(backend.to_format(message.codec), x.reshape(-1), axis, exponent)
+        return y_PN.reshape(-1, *x.shape), measure
+
+    y, measure = _run(message, fused, separate, to_varying(x, axis), exponent, to=to)
+    whole = jax.ShapeDtypeStruct((message.ranks * x.size,), x.dtype)
+    _record(message, "all_gather", whole, backend.Geometry(x.size, 1, x.size), 1)
+    return y, measure
+
+
+def _run(message: Message, fused: Callable, separate: Callable, x, exponent, to: str) -> list[jax.Array]:
+    """(result, measure) of one of both; a kernel's results come typed as if they were the same on every device."""
+    inputs = [x] if exponent is None else [x, jnp.asarray(exponent, jnp.int32)]
+    axes = frozenset().union(*map(varying_axes, inputs))
+    of_result = axes - {*axis_tuple(message.axis)} if to == "invarying" else axes
+
+    def typed(run):
+        def traced(x, exponent=None):
+            y, measure = run(x, exponent)
+            measure = measure.reshape(-1)
+            return as_varying(y, sorted(of_result)), as_varying(measure, sorted(axes))
+
+        return traced
+
+    def aside(x, exponent=None):
+        with contextlib.ExitStack() as stack:
+            for quiet in (sites.record, backend.record):
+                stack.enter_context(quiet())
+            return typed(separate)(x, exponent)
+
+    return by_mesh(typed(fused), aside, *inputs, force=message.link == "nvlink")
+
+
+def _is_one_shot(message: Message) -> bool:
+    return message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
+
+
+def _whole(message: Message, size: int) -> int:
+    """Of `size` elements those in whole groups of 8 rows."""
+    group = _group(message)
+    return size // group * group
+
+
+def _group(message: Message) -> int:
+    return 8 * max(128, message.codec.block)
+
+
+def _geometry(message: Message, size: int) -> backend.Geometry:
+    """The messages of an all-reduce of `size` elements: one, or one for each owner."""
+    size = max(1, size)
+    if _is_one_shot(message):
+        return backend.Geometry(size, 1, size)
+    n = round_up(chunk_elements(message.codec, size, message.ranks), _group(message))
+    return backend.Geometry(size, message.ranks, n)
+
+
+def _record(message: Message, op: str, x, geometry: backend.Geometry, hops: int) -> None:
+    """Lists what is written into peers' memory: in each hop as many frames as the result has in messages."""
+    frames = message.ranks * kernels.message_bytes(backend.to_format(message.codec), geometry)
+    message.record(op, x.size, x.dtype, [("custom-call", frames)] * hops)
