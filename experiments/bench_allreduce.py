@@ -1,0 +1,174 @@
+"""Sums over GPUs joined by NVLink: one kernel against jax.lax.psum of bf16 and against separate kernels with NCCL.
+
+    python experiments/bench_allreduce.py --out experiments/results/allreduce
+
+Each time is the median over repeats of programs of dependent sums, queued one after the other so that launching them
+costs nothing; baseline and codecs are measured in turn. Bus GB/s count what a sum of bf16 must move, 2 (P-1)/P of the
+array, whatever is sent: they are NCCL's bus bandwidth for `none`, and what NCCL would need to be as fast for a codec.
+Small sizes: below the crossover, `min_bytes` of a layer keeps jax.lax.psum's own program.
+
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/allreduce.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import runs
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import taco_jax
+from pallas_kernels.nvlink import hardware
+from taco_jax import cli
+from taco_jax.plan import LINKS
+
+CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
+
+
+def program(mesh, codec: str, link: str, algorithm: str):
+    """x [ranks, elements] -> CHAIN dependent sums of every rank's row."""
+
+    def body(x):
+        for _ in range(CHAIN):
+            y = taco_jax.psum(x[0], "tp", codec=codec, link=link, algorithm=algorithm)
+            x = lax.pcast(y, "tp", to="varying")[None]
+        return x
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+
+
+def seconds(function, x, repeats: int) -> float:
+    """Of one sum."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(PROGRAMS):
+            y = function(x)
+        jax.block_until_ready(y)
+        times.append((time.perf_counter() - start) / CHAIN / PROGRAMS)
+    return statistics.median(times)
+
+
+def parse(text: str) -> dict[str, tuple[str, str, str]]:
+    """--codecs as {as given: (codec, link, algorithm)}."""
+    variants = {}
+    for given in text.split(","):
+        name, link, algorithm, *more = [*given.split(":"), *("nvlink", "auto")[given.count(":") :]]
+        runs.codecs(name, pairs=False, exact=False)
+        runs.choices("--codecs (link)", link, LINKS)
+        runs.choices("--codecs (algorithm)", algorithm, ("auto", "one_shot", "two_shot"))
+        runs.require(not more, "--codecs", repr(given), "must be name:link:algorithm")
+        variants[given] = (name, link, algorithm)
+    return variants
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codecs", default="taco,taco:nccl,int8h,int6h,int4h", help="name or name:link:algorithm")
+    parser.add_argument("--kiloelements", default="128,512,1024,4096,16384,65536,262144")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", default=None, help="commit to name where there is no git")
+    args = parser.parse_args(arguments)
+    variants = {"none": ("none", "nccl", "auto")} | parse(args.codecs)
+    sizes = runs.numbers("--kiloelements", args.kiloelements, 8)
+    runs.require(args.repeats >= 1, "--repeats", args.repeats, "must be at least 1")
+    devices = jax.devices()
+    runs.require(len(devices) > 1, "devices", len(devices), "a sum needs at least 2")
+    runs.folder("--out", args.out)
+    mesh = jax.make_mesh((len(devices),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    results: dict[str, dict] = {}
+    for kilo in sizes:
+        results[str(kilo)] = measure(mesh, variants, kilo << 10, args.repeats)
+        for name, r in results[str(kilo)].items():
+            print(
+                f"{kilo / 1024:8.3f}M {name:16} {r['us']:9.1f} us {r['bus_gb_s']:6.0f} GB/s {r['speedup']:.2f}x "
+                f"error {r['relative_error']:.4f}", flush=True,
+            )  # fmt: skip
+        write(args, len(devices), results)
+
+
+def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict]:
+    ranks = mesh.size
+    draw = functools.partial(jax.random.normal, shape=(ranks, elements))
+    sharding = NamedSharding(mesh, P("tp"))
+    x = jax.jit(lambda key: draw(key).astype(jnp.bfloat16), out_shardings=sharding)(jax.random.key(0))
+    functions, results = {}, {}
+    for name, variant in variants.items():
+        functions[name] = program(mesh, *variant)
+        y = jax.block_until_ready(functions[name](x))
+        results[name] = np.asarray(y.addressable_shards[0].data[0, : 1 << 20], np.float32)
+    reference = results["none"]
+    error = {n: float(np.linalg.norm(y - reference) / np.linalg.norm(reference)) for n, y in results.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            times[name].append(seconds(function, x, repeats))
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    moved = 2 * (ranks - 1) / ranks * elements * 2
+    return {
+        name: {
+            "us": 1e6 * t, "bus_gb_s": moved / t / 1e9, "speedup": medians["none"] / t, "relative_error": error[name],
+            "slowest_us": 1e6 * max(times[name]), "fastest_us": 1e6 * min(times[name]),
+        }
+        for name, t in medians.items()
+    }  # fmt: skip
+
+
+def write(args, ranks: int, results: dict) -> None:
+    names = list(next(iter(results.values())))
+    linked = hardware.missing(jax.devices()[0].device_kind) or "NVLink"
+    lines = [
+        *runs.header(f"Sums over {ranks} GPUs", args.commit),
+        f"link: {linked}. `none` is jax.lax.psum of bf16, NCCL's own; `name:nccl` separate kernels with NCCL between "
+        f"them, the others one kernel. Relative error against it after {CHAIN} sums in a row.",
+        "",
+        "| elements | " + " | ".join(f"{n}, us (bus GB/s)" for n in names) + " | "
+        + " | ".join(f"{n}: times as fast (error)" for n in names[1:]) + " |",
+        "|---" * (2 * len(names)) + "|",
+    ]  # fmt: skip
+    for kilo, row in results.items():
+        size = f"{int(kilo) / 1024:g}M" if int(kilo) >= 1024 else f"{kilo}K"
+        times = " | ".join(f"{row[n]['us']:.0f} ({row[n]['bus_gb_s']:.0f})" for n in names)
+        ratios = " | ".join(f"{row[n]['speedup']:.2f}x ({row[n]['relative_error']:.4f})" for n in names[1:])
+        lines.append(f"| {size} | {times} | {ratios} |")
+    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(ranks, results, args.out / "allreduce.png")
+
+
+def plot(ranks: int, results: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4))
+    sizes = [int(kilo) / 1024 for kilo in results]
+    for name in list(next(iter(results.values())))[1:]:
+        style = "--" if ":nccl" in name else "-"
+        axis.plot(sizes, [row[name]["speedup"] for row in results.values()], style, marker="o", label=name)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("million elements (2^20) of bf16")
+    axis.set_ylabel("times as fast as jax.lax.psum")
+    axis.set_title(f"sum over {ranks} GPUs")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
