@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
                 f"{kilo / 1024:8.3f}M {name:16} {r['us']:9.1f} us {r['bus_gb_s']:6.0f} GB/s {r['speedup']:.2f}x "
                 f"error {r['relative_error']:.4f}", flush=True,
             )  # fmt: skip
-        write(args, len(devices), results)
+        write(args, len(devices), {k: results[k] for k in sorted(results, key=int)})
 
 
 def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict]:

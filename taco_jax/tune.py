@@ -208,12 +208,23 @@ def _best(config: TuneConfig, mesh, codec: str, nbytes: int) -> Point:
     chunks = sorted({c for c in config.chunks if c * config.smallest_chunk <= nbytes}) or [min(config.chunks)]
     # Two ranks gather each other's wire in one hop: there is nothing to exchange.
     exchanges = config.exchanges if ranks > 2 else config.exchanges[:1]
+    if _in_one_kernel(config, mesh, codec, x):
+        chunks, exchanges = [1], exchanges[:1]
     found = _time(config, mesh, codec, x, [(chunks[0], exchange) for exchange in exchanges])
     if len(chunks) > 1:
         fastest = min(found, key=lambda p: p.seconds / p.exact_seconds).exchange
         found += _time(config, mesh, codec, x, [(c, fastest) for c in chunks[1:]])
     # Times of two calls compare as ratios to the exact psum of the same call.
     return min(found, key=lambda p: p.seconds / p.exact_seconds)
+
+
+def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
+    """Whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
+    from taco_jax import backend
+
+    with backend.record() as choices:
+        _program(mesh, 1, codec=codec, backend=config.backend).trace(x)
+    return any(name == "nvlink" for found in choices.values() for name, _ in found)
 
 
 def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[tuple[int, str]]) -> list[Point]:

@@ -23,12 +23,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels.devices import region_device
+from pallas_kernels.nvlink import hardware
 from taco_jax.codec import CODECS
 from taco_jax.plan import EXCHANGES, MAX_CHUNKS
 
 VARIABLE = "TACO_JAX_TUNED"
 # Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
 DEFAULT_MIN_BYTES = 1 << 20
+# Over NVLink a sum of 8 MiB in bf16 is faster as it is, and one of 32 MiB 1.7 times as fast with 8 bits.
+NVLINK_MIN_BYTES = 16 << 20
 NEVER = 1 << 62
 
 
@@ -196,7 +199,10 @@ def default_min_bytes(codec_name: str, ranks: int, device=None) -> int:
     device = region_device() if device is None else device
     tuned = find(codec_name, ranks, device)
     if tuned is None:
-        return 0 if device.platform == "cpu" else DEFAULT_MIN_BYTES
+        if device.platform == "cpu":
+            return 0
+        linked = hardware.missing(device.device_kind) is None
+        return NVLINK_MIN_BYTES if linked else DEFAULT_MIN_BYTES
     return NEVER if tuned.min_bytes is None else tuned.min_bytes
 
 

@@ -10,6 +10,7 @@ from hlo import counts
 from shards import per_rank
 
 import taco_jax
+from pallas_kernels.nvlink import hardware
 from taco_jax import tuned
 from taco_jax.tuned import Tuned, TunedFileError
 
@@ -98,9 +99,15 @@ def test_the_file_of_a_platform(monkeypatch, tmp_path):
     assert tuned.path("gpu") == tuned.default_path() == tmp_path / "taco_jax" / "tuned.json"
     monkeypatch.setenv("TACO_JAX_TUNED", "")
     assert tuned.path("gpu") is None
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
-    cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
-    assert tuned.default_min_bytes("taco", 4, gpu) == 1 << 20 and tuned.default_min_bytes("taco", 4, cpu) == 0
+
+
+@pytest.mark.parametrize(
+    "platform, missing, expected", [("gpu", "no", 1 << 20), ("gpu", None, 16 << 20), ("cpu", None, 0)]
+)
+def test_the_default_is_the_links(platform, missing, expected, monkeypatch):
+    monkeypatch.setattr(hardware, "missing", lambda kind: missing)
+    device = SimpleNamespace(platform=platform, device_kind="some kind")
+    assert tuned.default_min_bytes("taco", 4, device) == expected
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ def missing(device_kind: str, environment: Mapping[str, str] = os.environ) -> st
     return None
 
 
+def unfit_memory(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why peers cannot write into this process's memory at all; None where they can."""
+    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator in ("", "default", "bfc"):
+        return None
+    return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}: peer memory needs the default one"
+
+
 @functools.cache
 def all_linked() -> bool | None:
     """Whether every GPU of this machine has an active NVLink; None where the driver's library is missing or refuses."""

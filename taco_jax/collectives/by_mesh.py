@@ -16,21 +16,29 @@ _choose = Primitive("taco_jax_by_mesh")
 _choose.multiple_results = True
 
 
-def by_mesh(in_order: Callable, else_: Callable, *args: jax.Array, force: bool = False) -> list[jax.Array]:
+def by_mesh(in_order: Callable, else_: Callable | None, *args: jax.Array) -> list[jax.Array]:
     """in_order(*args) where the mesh's devices are the process's own, 0, 1, ... in that order; else else_(*args).
 
-    Both return sequences of arrays of the same types. force: a ValueError takes the place of else_, when the program is
-    lowered. Neither is differentiated.
+    Both return sequences of arrays of the same types. Where else_ is None, lowering raises ValueError in its place.
+    Neither is differentiated.
     """
-    first, second = (jax.jit(lambda *args, f=f: tuple(f(*args))).trace(*args).jaxpr for f in (in_order, else_))
-    if list(first.out_avals) != list(second.out_avals):
+    first, second = _closed(in_order, args), None if else_ is None else _closed(else_, args)
+    if second is not None and _kinds(first) != _kinds(second):
         raise TypeError(f"by_mesh: results differ: {first.out_avals} and {second.out_avals}")
-    return _choose.bind(*args, in_order=first, else_=second, force=force)
+    return _choose.bind(*args, in_order=first, else_=second)
+
+
+def _closed(f: Callable, args):
+    return jax.jit(lambda *args: tuple(f(*args))).trace(*args).jaxpr
+
+
+def _kinds(jaxpr) -> list[tuple]:
+    return [(aval.shape, aval.dtype, aval.manual_axis_type) for aval in jaxpr.out_avals]
 
 
 @_choose.def_abstract_eval
-def _types(*args, in_order, else_, force):
-    return list(else_.out_avals)
+def _types(*args, in_order, else_):
+    return list((else_ or in_order).out_avals)
 
 
 def order(axis_context) -> Sequence[int] | None:
@@ -39,10 +47,10 @@ def order(axis_context) -> Sequence[int] | None:
     return None if not isinstance(mesh, jax.sharding.Mesh) else [device.id for device in mesh.devices.flat]
 
 
-def _lower(ctx, *args, in_order, else_, force):
+def _lower(ctx, *args, in_order, else_):
     ids = order(ctx.module_context.axis_context)
     good = ids is not None and list(ids) == list(range(len(ids)))
-    if force and not good:
+    if else_ is None and not good:
         raise ValueError(
             f"link='nvlink': the mesh has devices {'unknown' if ids is None else list(ids)}, and peer memory needs the "
             f"process's own from 0 on in order; use link='auto' or 'nccl', or a mesh of jax.devices() as they come"
@@ -50,9 +58,9 @@ def _lower(ctx, *args, in_order, else_, force):
     return mlir.lower_fun(jaxpr_as_fun(in_order if good else else_), multiple_results=True)(ctx, *args)
 
 
-def _batch(args, dims, *, in_order, else_, force):
+def _batch(args, dims, *, in_order, else_):
     # A batch of collectives is one after the other in their own words: kernels have no batch.
-    if force:
+    if else_ is None:
         raise NotImplementedError("link='nvlink': jax.vmap of a collective; use link='auto' or 'nccl'")
     outs = jax.vmap(jaxpr_as_fun(else_), in_axes=dims)(*args)
     return outs, [0] * len(outs)

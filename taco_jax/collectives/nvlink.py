@@ -61,6 +61,8 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
         return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
     if jax.process_count() > 1:
         return "several processes drive these GPUs, and peer memory is for one that drives all"
+    if (reason := hardware.unfit_memory()) is not None:
+        return reason
     if message.link == "auto" and (reason := hardware.missing(device.device_kind)) is not None:
         return reason
     if len(axis_tuple(message.axis)) != 1:
@@ -142,7 +144,7 @@ def _run(message: Message, fused: Callable, separate: Callable, x, exponent, to:
                 stack.enter_context(quiet())
             return typed(separate)(x, exponent)
 
-    return by_mesh(typed(fused), aside, *inputs, force=message.link == "nvlink")
+    return by_mesh(typed(fused), None if message.link == "nvlink" else aside, *inputs)
 
 
 def _is_one_shot(message: Message) -> bool:

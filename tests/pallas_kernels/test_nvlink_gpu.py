@@ -78,8 +78,10 @@ def test_bytes_are_those_of_separate_kernels(case, mesh):
     ours, theirs = (bits(on_every_rank(operation(kind, name, link), mesh)(x)) for link in ("nvlink", "nccl"))
     if kind != "psum_scatter":
         assert (ours == ours[0]).all()
-    # A product and a sum may be rounded once or twice, by how the compiler meets them: then a value moves by a bit.
-    assert (ours != theirs).mean() <= (0 if dtype != "float32" else 1e-3)
+    # The own term is a product, and a sum with it is rounded once or twice, by how the compiler meets them: then a
+    # value that lies on a rounding border may fall on its other side.
+    owned = kind in ("two_shot", "psum_scatter")
+    assert (ours != theirs).mean() <= (1e-3 if dtype == "float32" else 1e-4 if owned else 0)
 
 
 @pytest.mark.parametrize("exponent", [None, -4])
@@ -100,9 +102,14 @@ def test_site_exponents_and_the_largest_scale(kind, exponent, mesh):
         return y, dx, measure
 
     ours, theirs = (on_every_rank(functools.partial(gradient, link), mesh)(x) for link in ("nvlink", "nccl"))
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours[:2], theirs[:2]):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert (np.asarray(ours[2])[:, 0] > 0).all()
+    a, b = np.asarray(ours[2]), np.asarray(theirs[2])
+    assert (a[:, 0] > 0).all()
+    if kind == "psum_scatter":  # the own chunk, which nobody sends, does not count
+        assert (a <= b).all() and (a[:, 0] > 0.5 * b[:, 0]).all()
+    else:
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["taco", "int6h", "mxfp4"])

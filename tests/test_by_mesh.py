@@ -1,0 +1,75 @@
+"""What only the order of the mesh's devices decides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from taco_jax.collectives.by_mesh import by_mesh
+from taco_jax.compat import varying_axes
+
+ORDERS = {"as they are": [0, 1, 2, 3], "backwards": [3, 2, 1, 0], "a part": [1, 2]}
+
+
+def mesh(order):
+    devices = np.array(jax.devices())[ORDERS[order]]
+    return jax.sharding.Mesh(devices, ("tp",), axis_types=(AxisType.Auto,))
+
+
+def sums(x, else_=True):
+    """The sum, and 1 from the program for devices in order, 2 from the other; both as the same types."""
+    one = lambda number: lambda x: (lax.psum(x, "tp"), x.max() * 0 + number)
+    return by_mesh(one(1.0), one(2.0) if else_ else None, x)
+
+
+def run(order, f):
+    return jax.jit(jax.shard_map(f, mesh=mesh(order), in_specs=P("tp"), out_specs=P("tp")))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_decides(order):
+    def f(x):
+        total, which = sums(x)
+        assert not varying_axes(total) and varying_axes(which) == {"tp"}
+        return lax.pcast(total, "tp", to="varying") + 100 * which
+
+    n = len(ORDERS[order])
+    expected = np.full(n, n * (n - 1) / 2) + (100 if order == "as they are" else 200)
+    np.testing.assert_array_equal(run(order, f)(jnp.arange(float(n))), expected)
+    eager = jax.shard_map(f, mesh=mesh(order), in_specs=P("tp"), out_specs=P("tp"))(jnp.arange(float(n)))
+    np.testing.assert_array_equal(eager, expected)
+
+
+@pytest.mark.parametrize("order", ["as they are", "backwards"])
+def test_in_a_scan_under_remat(order):
+    def f(x):
+        def step(x, _):
+            total, which = sums(x)
+            return x + lax.pcast(total, "tp", to="varying") * which, None
+
+        return lax.scan(jax.checkpoint(step), x, length=3)[0]
+
+    x, factor = np.arange(4.0), 1 if order == "as they are" else 2
+    for _ in range(3):
+        x = x + factor * x.sum()
+    np.testing.assert_array_equal(run(order, f)(jnp.arange(4.0)), x)
+
+
+def test_without_the_other_another_order_raises():
+    f = lambda x: sums(x, else_=False)[1][None]
+    np.testing.assert_array_equal(run("as they are", f)(jnp.arange(4.0)), np.ones(4))
+    with pytest.raises(ValueError, match=r"link='nvlink': the mesh has devices \[3, 2, 1, 0\], and peer memory needs"):
+        run("backwards", f)(jnp.arange(4.0))
+
+
+def test_a_batch_takes_the_other():
+    f = lambda x: jax.vmap(lambda x: sums(x)[1])(jnp.stack([x, x]))[:, None].T
+    np.testing.assert_array_equal(run("as they are", f)(jnp.arange(4.0)), np.full((4, 2), 2.0))
+
+
+def test_results_of_other_types_are_refused():
+    with pytest.raises(TypeError, match="by_mesh: results differ"):
+        run("as they are", lambda x: by_mesh(lambda x: (x,), lambda x: (x.astype(jnp.int32),), x)[0])(jnp.arange(4.0))
