@@ -28,7 +28,7 @@ from pallas_kernels.mosaic.rotation import Rotator
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 from pallas_kernels.mosaic.writer import WARPS, put_largest
 from pallas_kernels.nvlink import post, roles
-from pallas_kernels.nvlink.deal import COURIER, CTA, ROLE, Deal
+from pallas_kernels.nvlink.deal import CTA, ROLE, Deal
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.nvlink.post import Slots
 
@@ -219,9 +219,8 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
         def _():
             plgpu.set_max_registers(COURIERS_REGISTERS, action="decrease")
 
-            @pl.core_map(plgpu.WarpMesh(axis_name=COURIER))
-            def _():
-                courier = lax.axis_index(COURIER)
+            @plgpu.warp_map
+            def _(courier):
                 for i, work in enumerate(couriers):
 
                     @pl.when(courier == i)

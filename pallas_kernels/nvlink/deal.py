@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.mosaic.pipeline import MAX_CTAS
 from pallas_kernels.mosaic.tiling import Tiling
 
-CTA, ROLE, COURIER = "cta", "role", "courier"
+CTA, ROLE = "cta", "role"
 # A group has at most so many steps, and a CTA at least so many groups: the next role waits for the first one.
 MOST_STEPS, GROUPS = 4, 8
 
