@@ -2,10 +2,11 @@
 
     python experiments/bench_allreduce.py --out experiments/results/allreduce
 
-Each time is the median over repeats of programs of dependent sums, queued one after the other so that launching them
-costs nothing; baseline and codecs are measured in turn. Bus GB/s count what a sum of bf16 must move, 2 (P-1)/P of the
-array, whatever is sent: they are NCCL's bus bandwidth for `none`, and what NCCL would need to be as fast for a codec.
-Small sizes: below the crossover, `min_bytes` of a layer keeps jax.lax.psum's own program.
+Each time is the median over repeats of programs of dependent sums, as many as take a few milliseconds, queued one after
+the other so that launching them costs nothing; baseline and codecs are measured in turn. Bus GB/s count what a sum of
+bf16 must move, 2 (P-1)/P of the array, whatever is sent: they are NCCL's bus bandwidth for `none`, and what NCCL would
+need to be as fast for a codec. Small sizes: below the crossover, `min_bytes` of a layer keeps jax.lax.psum's own
+program.
 
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/allreduce.png
 """
@@ -35,21 +36,29 @@ from taco_jax import cli
 from taco_jax.plan import LINKS
 
 CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
+# Sums of a program of small arrays: to start one takes a few hundred microseconds.
+MOST_SUMS, MEGAELEMENTS = 64, 256
 
 
-def program(mesh, codec: str, link: str, algorithm: str):
-    """x [ranks, elements] -> CHAIN dependent sums of every rank's row."""
+def program(mesh, sums: int, codec: str, link: str, algorithm: str):
+    """x [ranks, elements] -> that many dependent sums of every rank's row, CHAIN of them at a time in a loop."""
 
-    def body(x):
+    def chain(x):
         for _ in range(CHAIN):
             y = taco_jax.psum(x[0], "tp", codec=codec, link=link, algorithm=algorithm)
             x = lax.pcast(y, "tp", to="varying")[None]
         return x
 
+    def body(x):
+        if sums == CHAIN:
+            return chain(x)
+        # Values grow by the ranks with each sum, and must stay finite.
+        return lax.fori_loop(0, sums // CHAIN, lambda _, x: chain(x) * mesh.size**-CHAIN, x)
+
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
 
 
-def seconds(function, x, repeats: int) -> float:
+def seconds(function, x, sums: int, repeats: int) -> float:
     """Of one sum."""
     times = []
     for _ in range(repeats):
@@ -57,7 +66,7 @@ def seconds(function, x, repeats: int) -> float:
         for _ in range(PROGRAMS):
             y = function(x)
         jax.block_until_ready(y)
-        times.append((time.perf_counter() - start) / CHAIN / PROGRAMS)
+        times.append((time.perf_counter() - start) / sums / PROGRAMS)
     return statistics.median(times)
 
 
@@ -105,9 +114,10 @@ def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict
     draw = functools.partial(jax.random.normal, shape=(ranks, elements))
     sharding = NamedSharding(mesh, P("tp"))
     x = jax.jit(lambda key: draw(key).astype(jnp.bfloat16), out_shardings=sharding)(jax.random.key(0))
+    sums = CHAIN * max(1, min(MOST_SUMS, (MEGAELEMENTS << 20) // elements) // CHAIN)
     functions, results = {}, {}
     for name, variant in variants.items():
-        functions[name] = program(mesh, *variant)
+        functions[name] = program(mesh, sums, *variant)
         y = jax.block_until_ready(functions[name](x))
         results[name] = np.asarray(y.addressable_shards[0].data[0, : 1 << 20], np.float32)
     reference = results["none"]
@@ -115,13 +125,13 @@ def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, function in functions.items():
-            times[name].append(seconds(function, x, repeats))
+            times[name].append(seconds(function, x, sums, repeats))
     medians = {name: statistics.median(t) for name, t in times.items()}
     moved = 2 * (ranks - 1) / ranks * elements * 2
     return {
         name: {
             "us": 1e6 * t, "bus_gb_s": moved / t / 1e9, "speedup": medians["none"] / t, "relative_error": error[name],
-            "slowest_us": 1e6 * max(times[name]), "fastest_us": 1e6 * min(times[name]),
+            "slowest_us": 1e6 * max(times[name]), "fastest_us": 1e6 * min(times[name]), "sums": sums,
         }
         for name, t in medians.items()
     }  # fmt: skip
@@ -133,7 +143,8 @@ def write(args, ranks: int, results: dict) -> None:
     lines = [
         *runs.header(f"Sums over {ranks} GPUs", args.commit),
         f"link: {linked}. `none` is jax.lax.psum of bf16, NCCL's own; `name:nccl` separate kernels with NCCL between "
-        f"them, the others one kernel. Relative error against it after {CHAIN} sums in a row.",
+        f"them, the others one kernel. A program of more than {CHAIN} sums is a loop of them and a scaling; relative error "
+        "after all sums.",
         "",
         "| elements | " + " | ".join(f"{n}, us (bus GB/s)" for n in names) + " | "
         + " | ".join(f"{n}: times as fast (error)" for n in names[1:]) + " |",
