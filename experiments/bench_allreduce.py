@@ -143,8 +143,8 @@ def write(args, ranks: int, results: dict) -> None:
     lines = [
         *runs.header(f"Sums over {ranks} GPUs", args.commit),
         f"link: {linked}. `none` is jax.lax.psum of bf16, NCCL's own; `name:nccl` separate kernels with NCCL between "
-        f"them, the others one kernel. A program of more than {CHAIN} sums is a loop of them and a scaling; relative error "
-        "after all sums.",
+        f"them, the others one kernel. A program of more than {CHAIN} sums is a loop of them and a scaling; relative "
+        "error after all sums.",
         "",
         "| elements | " + " | ".join(f"{n}, us (bus GB/s)" for n in names) + " | "
         + " | ".join(f"{n}: times as fast (error)" for n in names[1:]) + " |",
