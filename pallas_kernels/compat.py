@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Before jax 0.11 a kernel may not change an operand: a call that can be batched knows nothing of refs.
 KERNELS_TAKE_REFS = jax.__version_info__ >= (0, 11)
+# Nor does a warp by itself know its device's place in the mesh.
+WARPS_KNOW_THE_MESH = jax.__version_info__ >= (0, 11)
 
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters.get("idx", None) is not None and (
     inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty

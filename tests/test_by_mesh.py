@@ -1,5 +1,7 @@
 """What only the order of the mesh's devices decides."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,11 +40,17 @@ def test_the_order_decides(order):
 
     n = len(ORDERS[order])
     expected = np.full(n, n * (n - 1) / 2) + (100 if order == "as they are" else 200)
-    np.testing.assert_array_equal(run(order, f)(jnp.arange(float(n))), expected)
-    eager = jax.shard_map(f, mesh=mesh(order), in_specs=P("tp"), out_specs=P("tp"))(jnp.arange(float(n)))
-    np.testing.assert_array_equal(eager, expected)
+    eager = jax.shard_map(f, mesh=mesh(order), in_specs=P("tp"), out_specs=P("tp"))
+    for function in (run(order, f), eager):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            np.testing.assert_array_equal(function(jnp.arange(float(n))), expected)
+        # What was listed while tracing, a kernel over NVLink, is not what runs.
+        said = [w for w in caught if "link='auto': the mesh has devices" in str(w.message)]
+        assert bool(said) == (order != "as they are")
 
 
+@pytest.mark.filterwarnings("ignore:link='auto'")
 @pytest.mark.parametrize("order", ["as they are", "backwards"])
 def test_in_a_scan_under_remat(order):
     def f(x):
@@ -63,6 +71,24 @@ def test_without_the_other_another_order_raises():
     np.testing.assert_array_equal(run("as they are", f)(jnp.arange(4.0)), np.ones(4))
     with pytest.raises(ValueError, match=r"link='nvlink': the mesh has devices \[3, 2, 1, 0\], and peer memory needs"):
         run("backwards", f)(jnp.arange(4.0))
+
+
+@pytest.mark.filterwarnings("ignore:link='auto'")
+def test_a_program_that_is_exported_knows_no_order():
+    # It may run on a mesh in another order than the one that it was exported for.
+    exported = jax.export.export(run("as they are", lambda x: sums(x)[1][None]))(jnp.arange(4.0))
+    np.testing.assert_array_equal(exported.call(jax.device_put(jnp.arange(4.0), sharding())), np.full(4, 2.0))
+
+
+def sharding():
+    return jax.sharding.NamedSharding(mesh("as they are"), P("tp"))
+
+
+@pytest.mark.filterwarnings("ignore:link='auto'")
+def test_a_mesh_without_devices_knows_no_order():
+    abstract = jax.sharding.AbstractMesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+    f = jax.jit(jax.shard_map(lambda x: sums(x)[1][None], mesh=abstract, in_specs=P("tp"), out_specs=P("tp")))
+    np.testing.assert_array_equal(f(jax.device_put(jnp.arange(4.0), sharding())), np.full(4, 2.0))
 
 
 def test_a_batch_takes_the_other():

@@ -15,6 +15,8 @@ from pallas_kernels.nvlink import hardware
 from taco_jax import CODECS, backend, sites
 from taco_jax.collectives import nvlink
 
+# Before, a warp of a kernel does not know its device's place in the mesh.
+needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="NVLink kernels need jax 0.11")
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
 ROW = 128
@@ -43,6 +45,7 @@ def varying(y, axes):
     return lax.pcast(y, missing, to="varying") if missing else y
 
 
+@needs_jax_0_11
 @pytest.mark.parametrize(
     "operation, f, hops",
     [
@@ -64,6 +67,7 @@ def test_what_is_recorded(operation, f, hops, codec, on_h100):
     assert {opcode for opcode, _, _ in row.hlo} == {"custom-call"}
 
 
+@needs_jax_0_11
 @pytest.mark.parametrize(
     "options, device, ranks, reason",
     [
@@ -95,6 +99,7 @@ def test_several_processes(on_h100, monkeypatch):
     assert "several processes" in choices["taco", "all_reduce"][0][1]
 
 
+@needs_jax_0_11
 def test_several_axes(on_h100):
     choices, _ = trace(lambda x: taco_jax.psum(x, ("dp", "tp"), codec="taco"), (S,), axes=("dp", "tp"))
     assert "over the axes" in choices["taco", "all_reduce"][0][1]
@@ -103,6 +108,7 @@ def test_several_axes(on_h100):
         assert choices["taco", "all_reduce"][0][0] == "nvlink"
 
 
+@needs_jax_0_11
 @pytest.mark.parametrize("name", ["all_to_all", "ppermute"])
 def test_what_has_no_kernel(name, on_h100):
     def f(x, **options):
@@ -116,6 +122,7 @@ def test_what_has_no_kernel(name, on_h100):
         trace(lambda x: f(x, link="nvlink"), (S,))
 
 
+@needs_jax_0_11
 def test_a_gradient_is_two_messages(on_h100):
     def f(x):
         def loss(x):
@@ -127,3 +134,19 @@ def test_a_gradient_is_two_messages(on_h100):
     choices, table = trace(f, (S,))
     assert choices["taco", "all_reduce"][0][0] == choices["int8h", "all_reduce"][0][0] == "nvlink"
     assert {(row.site, row.direction) for row in table.rows()} == {("psum", "forward"), ("copy", "backward")}
+
+
+@needs_jax_0_11
+def test_a_tail_is_summed_exactly_and_listed(on_h100):
+    _, table = trace(lambda x: taco_jax.psum(x, "tp", codec="taco"), (S + 77,))
+    tail, whole = sorted(table.rows(), key=lambda row: row.elements)
+    assert (tail.elements, tail.dtype, tail.codec, tail.kind) == (77, "float32", "none", "other")
+    assert (whole.elements, whole.codec) == (S + 77, "taco")
+
+
+def test_an_older_jax(on_h100, monkeypatch):
+    from pallas_kernels import compat
+
+    monkeypatch.setattr(compat, "WARPS_KNOW_THE_MESH", False)
+    choices, _ = trace(lambda x: taco_jax.psum(x, "tp", codec="taco"), (S,))
+    assert "NVLink kernels need jax 0.11 or newer" in choices["taco", "all_reduce"][0][1]

@@ -22,7 +22,8 @@ from pallas_kernels.mosaic.obstacles import SHARED_BYTES
 from pallas_kernels.mosaic.tickets import Tickets, barrier
 from pallas_kernels.mosaic.tiling import Tiling
 
-CTA, WARPGROUP = "cta", "warpgroup"
+# An axis of the mesh with the same name would be taken for it.
+CTA, WARPGROUP = "taco_jax_cta", "taco_jax_warpgroup"
 # Multiprocessors of an H100 or H200; where there are more they idle, where there are fewer CTAs queue.
 MAX_CTAS = 132
 # Setting a counter to zero takes about 2 us, which a kernel of that many tiles for each worker wins back.

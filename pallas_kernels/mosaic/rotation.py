@@ -8,6 +8,7 @@ parts, which add up to them exactly.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,19 +70,22 @@ class Rotator:
     @property
     def operand(self) -> jax.Array:
         """The matrices as a kernel's input; a small placeholder where nothing is rotated."""
-        values = matrices(self.tiling.fmt)[0] if self.active else np.zeros((1, 64, 64))
+        values = matrices(self.tiling.fmt)[0] if self.active else np.zeros(self.shape)
         return jnp.asarray(values, self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return matrices(self.tiling.fmt)[0].shape if self.active else (1, 64, 64)
 
     @property
     def scratch(self):
         """Shared memory for the matrices."""
-        shape = self.operand.shape
-        return plgpu.SMEM(shape, self.dtype, transforms=transforms(self.dtype, shape[-1]))
+        return plgpu.SMEM(self.shape, self.dtype, transforms=transforms(self.dtype, self.shape[-1]))
 
     @property
     def bytes(self) -> int:
         """Of that shared memory."""
-        return self.operand.size * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def load(self, m_g, m_s, barrier, warpgroup) -> None:
         """The first warpgroup fetches the matrices; `wait` before they are used."""

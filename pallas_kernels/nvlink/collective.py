@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.mosaic import rotation
-from pallas_kernels.mosaic.obstacles import SHARED_BYTES
 from pallas_kernels.mosaic.rotation import Rotator
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
 from pallas_kernels.mosaic.writer import WARPS, put_largest
@@ -32,6 +31,8 @@ from pallas_kernels.nvlink.deal import CTA, ROLE, Deal
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.nvlink.post import Slots
 
+# Of shared memory a kernel can have so much; Mosaic puts arrays at multiples, and has scratch of its own.
+MOST_BYTES, ALIGNMENT, MOSAIC_BYTES = 232448, 1024, 2048
 # A multiprocessor has 512 for each of 128 lanes: what so many workers can use, when the couriers give up theirs.
 WORKERS_REGISTERS, COURIERS_REGISTERS = {2: 240, 3: 160}, 24
 
@@ -86,15 +87,16 @@ class Memory:
     slots: int
     buffers: int
 
-    def bytes(self, program: Program, ranks: int, frame: int, tile: int) -> int:
-        """Of all roles, without the rotation's matrices. frame, tile: bytes of one, and of one of x or y."""
-        total = self.stages * tile + self.outgoing * frame
+    def bytes(self, program: Program, ranks: int, matrices: int, frame: int, tile: int) -> int:
+        """Of shared memory. matrices: bytes of the rotation's; frame, tile: of one, and of one of x or y."""
         combiners, receivers = program.combiners(self.workers), program.receivers(self.workers)
-        total += program.into_values(self.workers) * self.buffers * tile
-        total += combiners * self.sets * (ranks - program.owned) * frame
-        if program.owned:
-            total += combiners * self.own_stages * tile
-        return total + receivers * self.slots * frame + program.sums_into_frames * self.sums * frame
+        own = combiners * self.own_stages if program.owned else 0
+        frames = [self.outgoing, combiners * self.sets * (ranks - program.owned), receivers * self.slots]
+        frames.append(self.sums if program.sums_into_frames else 0)
+        tiles = [self.stages, own, program.into_values(self.workers) * self.buffers]
+        arrays = [matrices, *[n * frame for n in frames], *[n * tile for n in tiles]]
+        barriers = 1 + self.stages + own + 2 * sum(frames)
+        return sum(-(-n // ALIGNMENT) * ALIGNMENT for n in arrays) + 8 * barriers + MOSAIC_BYTES
 
 
 # The first that fits is taken.
@@ -119,9 +121,8 @@ def matrices_dtype(program: Program, dtype) -> jnp.dtype:
 def memory_of(program: Program, tiling: Tiling, ranks: int, dtype) -> Memory | None:
     """How a kernel uses its shared memory, None where it does not suffice."""
     tile = ROWS * tiling.row * jnp.dtype(dtype).itemsize
-    room = SHARED_BYTES - Rotator(tiling, matrices_dtype(program, dtype)).bytes
-    frame = Frames(tiling).bytes
-    return next((m for m in MEMORIES if m.bytes(program, ranks, frame, tile) <= room), None)
+    matrices, frame = Rotator(tiling, matrices_dtype(program, dtype)).bytes, Frames(tiling).bytes
+    return next((m for m in MEMORIES if m.bytes(program, ranks, matrices, frame, tile) <= MOST_BYTES), None)
 
 
 def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -129,6 +130,9 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
     tiling, dtype = deal.tiling, x_RC.dtype
     frames, rotator = Frames(tiling), Rotator(tiling, matrices_dtype(program, dtype))
     memory = memory_of(program, tiling, deal.ranks, dtype)
+    if memory is None:
+        what = f"{tiling.fmt} of {dtype} over {deal.ranks} ranks"
+        raise ValueError(f"{program.name}: {what} needs more shared memory than there is")
     has_exponent = exponent is not None
     exponent = exponent if has_exponent else jnp.zeros((1,), jnp.int32)
     transforms = rotation.transforms(dtype, tiling.chunk)

@@ -14,7 +14,8 @@ from jax import lax
 from pallas_kernels.mosaic.pipeline import MAX_CTAS
 from pallas_kernels.mosaic.tiling import Tiling
 
-CTA, ROLE = "cta", "role"
+# An axis of the mesh with the same name would be taken for it.
+CTA, ROLE = "taco_jax_cta", "taco_jax_role"
 # A group has at most so many steps, and a CTA at least so many groups: the next role waits for the first one.
 MOST_STEPS, GROUPS = 4, 8
 

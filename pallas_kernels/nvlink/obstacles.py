@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from pallas_kernels.formats import DTYPES, Format
 from pallas_kernels.mosaic import obstacles as mosaic
 
@@ -16,6 +18,8 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
     """
     if operation not in OPERATIONS:
         return f"there is no NVLink kernel for {operation}, only for {', '.join(OPERATIONS)}"
+    if _too_old():
+        return f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}"
     if ranks not in RANKS:
         return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
     for name in ("encode", "decode"):
@@ -32,6 +36,12 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
     if not _fits(fmt, operation, dtype, ranks):
         return f"{operation} of blocks of {fmt.block} of {dtype} over {ranks} ranks needs too much shared memory"
     return None
+
+
+def _too_old() -> bool:
+    from pallas_kernels import compat  # imports Mosaic
+
+    return not compat.WARPS_KNOW_THE_MESH
 
 
 def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:

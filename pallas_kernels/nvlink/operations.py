@@ -27,12 +27,15 @@ def all_reduce(fmt: Format, geometry: Geometry, x_S: jax.Array, axis: str, expon
     The scale is the one before rounding. geometry: of P messages, each its owner's: two-shot. Of one: one-shot, the
     exchange where there are two ranks. It covers the whole groups of 8 rows of x; what else x has is not in the result.
     """
+    ranks = jax.lax.axis_size(axis)
+    if geometry.messages not in (1, ranks):
+        raise ValueError(f"{geometry}: must be one message, or one for each of the {ranks} ranks")
     two_shot = geometry.messages > 1
     if geometry.elements != ragged.whole_elements(fmt, x_S.size):
         raise ValueError(f"{geometry} is not of the whole groups of 8 rows of x, which has {x_S.size} elements")
-    check_operands(fmt, geometry)
+    check_operands(fmt, geometry, dtype=x_S.dtype)
     x_RC, tiling = ragged.rows_of(fmt, x_S), _tiling(fmt, geometry)
-    deal = Deal(tiling, jax.lax.axis_size(axis), axis)
+    deal = Deal(tiling, ranks, axis)
     program = TWO_SHOT if two_shot else ONE_SHOT
     y, bits = collective.run(program, deal, x_RC, _exponent(fmt, exponent), x_RC.shape[0])
     return y.reshape(-1), largest(bits, tiling)
@@ -70,7 +73,11 @@ def fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
 
 
 def _tiling(fmt, geometry):
-    return Tiling(fmt, geometry, any_order=True)
+    tiling = Tiling(fmt, geometry, any_order=True)
+    tiling.check_alignment()
+    if tiling.rows * tiling.row != geometry.per_message:
+        raise ValueError(f"{geometry}: messages must be whole groups of 8 rows of {tiling.row} elements")
+    return tiling
 
 
 def _rows(fmt, geometry, x_S):

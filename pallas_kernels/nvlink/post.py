@@ -33,6 +33,12 @@ class Slots:
     count: int
     first: Any = 0
 
+    @property
+    def lag(self) -> int:
+        """How many frames are sent after one before its slot is free again and it is announced: in a busy link each
+        takes that long. Not more, or a worker and its courier would wait for each other."""
+        return self.count - 1
+
     def index(self, i):
         return lax.rem(i, jnp.int32(self.count))
 
@@ -73,7 +79,7 @@ def deliver(deal: Deal, slots: Slots, buffer_g, signals, sending) -> None:
     [ranks] of this CTA, alike.
     """
     total, targets = sending.total(), sending.targets
-    lag = max(1, slots.count - 1)
+    lag = slots.lag
 
     def announce(i, sent_since: int):
         step, distance = sending.place(i)

@@ -6,12 +6,14 @@ devices. While a region is traced its mesh is abstract, and says nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+MOST_DEVICES = 8
 _choose = Primitive("taco_jax_by_mesh")
 _choose.multiple_results = True
 
@@ -41,20 +43,25 @@ def _types(*args, in_order, else_):
     return list((else_ or in_order).out_avals)
 
 
-def order(axis_context) -> Sequence[int] | None:
-    """The ids of the mesh's devices, row by row; None where there are none, as when lowering for export."""
-    mesh = getattr(axis_context, "mesh", None)
-    return None if not isinstance(mesh, jax.sharding.Mesh) else [device.id for device in mesh.devices.flat]
+def order(module_context) -> list[int] | None:
+    """The ids of the mesh's devices, row by row; None where nobody knows them yet: of a mesh without devices, and when
+    the program is exported to run on others."""
+    mesh = getattr(module_context.axis_context, "mesh", None)
+    exported = getattr(module_context.lowering_parameters, "for_export", False)
+    return None if exported or not isinstance(mesh, jax.sharding.Mesh) else [d.id for d in mesh.devices.flat]
 
 
 def _lower(ctx, *args, in_order, else_):
-    ids = order(ctx.module_context.axis_context)
-    good = ids is not None and list(ids) == list(range(len(ids)))
-    if else_ is None and not good:
-        raise ValueError(
-            f"link='nvlink': the mesh has devices {'unknown' if ids is None else list(ids)}, and peer memory needs the "
-            f"process's own from 0 on in order; use link='auto' or 'nccl', or a mesh of jax.devices() as they come"
-        )
+    ids = order(ctx.module_context)
+    good = ids == list(range(len(ids or ()))) and len(ids) <= MOST_DEVICES
+    if not good:
+        found = f"the mesh has {'no known devices' if ids is None else f'devices {ids}'}, and peer memory needs the "
+        found += f"process's own from 0 on in order, {MOST_DEVICES} at most"
+        if else_ is None:
+            raise ValueError(
+                f"link='nvlink': {found}; use link='auto' or 'nccl', or a mesh of jax.devices() as they come"
+            )
+        warnings.warn(f"link='auto': {found}: NCCL's collectives are used, whatever was listed", stacklevel=2)
     return mlir.lower_fun(jaxpr_as_fun(in_order if good else else_), multiple_results=True)(ctx, *args)
 
 

@@ -98,6 +98,10 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
 
     y, measure = _run(message, fused, separate, x_S, exponent, to="invarying")
     _record(message, "psum", x, geometry, 1 if _is_one_shot(message) else 2)
+    if whole < x.size:
+        label, n = message.label, x.size - whole
+        exact = {"kind": "other", "calls": label.calls}
+        sites.add(label.site, label.direction, "psum", axis, message.ranks, n, jnp.dtype(jnp.float32), **exact)
     (y,) = yield [y]
     return y.reshape(x.shape), measure
 
