@@ -13,10 +13,10 @@ from pallas_kernels.formats import Format, Geometry, check_operands
 from pallas_kernels.mosaic import ragged
 from pallas_kernels.mosaic.encoding import largest
 from pallas_kernels.mosaic.tiling import Tiling
-from pallas_kernels.nvlink import collective
-from pallas_kernels.nvlink.collective import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT
+from pallas_kernels.nvlink import collective, programs
 from pallas_kernels.nvlink.deal import Deal
 from pallas_kernels.nvlink.frames import Frames
+from pallas_kernels.nvlink.programs import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT
 
 _PROGRAMS = {"all_reduce": (TWO_SHOT, ONE_SHOT), "reduce_scatter": (REDUCE_SCATTER,), "all_gather": (ALL_GATHER,)}
 
@@ -69,7 +69,7 @@ def fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
     """Whether a kernel's shared memory suffices."""
     row = ragged.row_elements(fmt)
     tiling = _tiling(fmt, Geometry(64 * row, 1, 64 * row))
-    return all(collective.memory_of(program, tiling, ranks, jnp.dtype(dtype)) for program in _PROGRAMS[operation])
+    return all(programs.memory_of(program, tiling, ranks, jnp.dtype(dtype)) for program in _PROGRAMS[operation])
 
 
 def _tiling(fmt, geometry):

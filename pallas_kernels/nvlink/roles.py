@@ -6,7 +6,7 @@
 | `combine` | a tile's frames from all ranks, for the owner's his own x | their sum: a frame to every rank, or values |
 | `receive` | frames, one by one | their values, rotated back, in y |
 
-The couriers that bring and take frames are in `post.py`; the order in which a role uses frames is here, for both.
+The couriers that bring and take frames are in `post.py`, the order in which a role uses them in `orders.py`.
 Nobody waits for who comes after him, and buffers hold whole messages, so there is always somebody who can go on.
 Sums are float32, in rank order.
 """
@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.tiling import ROWS
 from pallas_kernels.mosaic.writer import Writer
 from pallas_kernels.nvlink.deal import Deal
 from pallas_kernels.nvlink.frames import Frames
+from pallas_kernels.nvlink.orders import Combining, Receiving, Sending
 from pallas_kernels.nvlink.post import Slots
 
 
@@ -86,32 +87,6 @@ class Values:
         plgpu.copy_smem_to_gmem(buffer, self.y_g.at[pl.ds(row, ROWS)])
 
 
-@dataclass(frozen=True)
-class Sending:
-    """Which frames a CTA sends, in order: with owners the tile of each other rank's message, to him; else the tile of
-    the only message, to every rank, this one last."""
-
-    deal: Deal
-    to_owners: bool
-
-    @property
-    def targets(self) -> int:
-        """Ranks that a frame goes to."""
-        return 1 if self.to_owners else self.deal.ranks
-
-    @property
-    def each(self) -> int:
-        """Frames of a step."""
-        return self.deal.ranks - 1 if self.to_owners else 1
-
-    def total(self):
-        return self.deal.steps() * self.each
-
-    def place(self, i):
-        """(step, distance of the rank, or of the first one)."""
-        return lax.div(i, jnp.int32(self.each)), lax.rem(i, jnp.int32(self.each)) + 1
-
-
 def send(desk: Desk, sending: Sending, tiles: Tiles, outgoing: Slots, begin):
     """Every tile of x as a frame; returns the largest |z|, as bits."""
     total = sending.total()
@@ -131,41 +106,6 @@ def send(desk: Desk, sending: Sending, tiles: Tiles, outgoing: Slots, begin):
         return jnp.maximum(largest, found)
 
     return lax.fori_loop(0, total, work, desk.nothing())
-
-
-@dataclass(frozen=True)
-class Combining:
-    """Which frames a warpgroup sums, in order: of its steps first, first + stride, ... those of every source, from the
-    next rank on, since all signal at about the same time; each in the place of its rank."""
-
-    deal: Deal
-    owned: bool  # this rank's x stands for its own frame
-    first: int
-    stride: int
-    sets: int  # tiles whose frames have slots
-
-    @property
-    def sources(self) -> int:
-        return self.deal.ranks - self.owned
-
-    def count(self):
-        return lax.div(self.deal.steps() - self.first + self.stride - 1, jnp.int32(self.stride))
-
-    def step(self, k):
-        return self.first + k * self.stride
-
-    def slot(self, k, source):
-        """Of a rank's frame for the k-th tile."""
-        place = source - (source > self.deal.rank()).astype(jnp.int32) if self.owned else source
-        return lax.rem(k, jnp.int32(self.sets)) * self.sources + place
-
-    def total(self):
-        return self.count() * self.sources
-
-    def place(self, i):
-        k = lax.div(i, jnp.int32(self.sources))
-        source = self.deal.peer(lax.rem(i, jnp.int32(self.sources)) + 1)
-        return source, self.step(k), self.slot(k, source)
 
 
 def combine(desk: Desk, combining: Combining, incoming: Slots, own: Tiles | None, begin, put, begins_with_term: bool):
@@ -236,24 +176,6 @@ def to_values(desk: Desk, values: Values):
         return desk.nothing()
 
     return put
-
-
-@dataclass(frozen=True)
-class Receiving:
-    """Which frames a warpgroup receives, in order: every first + k stride of all, a step's from the next rank on."""
-
-    deal: Deal
-    first: int
-    stride: int
-    slots: int
-
-    def total(self):
-        return lax.div(self.deal.steps() * self.deal.ranks - self.first + self.stride - 1, jnp.int32(self.stride))
-
-    def place(self, k):
-        i = self.first + k * self.stride
-        source = self.deal.peer(lax.rem(i, jnp.int32(self.deal.ranks)) + 1)
-        return source, lax.div(i, jnp.int32(self.deal.ranks)), lax.rem(k, jnp.int32(self.slots))
 
 
 def receive(desk: Desk, receiving: Receiving, incoming: Slots, values: Values, begin):

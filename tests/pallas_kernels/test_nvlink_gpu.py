@@ -16,7 +16,7 @@ from pairs import pairwise
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from pallas_kernels.nvlink import collective, hardware
+from pallas_kernels.nvlink import hardware, programs
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 pytestmark = pytest.mark.gpu
@@ -158,13 +158,13 @@ def test_a_thousand_calls_with_a_busy_rank(mesh):
     assert (np.asarray(different) == 0).all()
 
 
-@pytest.mark.parametrize("memory", range(len(collective.MEMORIES)))
+@pytest.mark.parametrize("memory", range(len(programs.MEMORIES)))
 @pytest.mark.parametrize("kind", ["two_shot", "one_shot", "psum_scatter", "all_gather"])
 def test_every_way_to_use_shared_memory(kind, memory, mesh, monkeypatch):
     """Many steps in little memory, which only wide values and many ranks need."""
     x = gaussian(mesh, SIZES[2] * (1 if kind in ("all_gather", "one_shot") else mesh.size))
     theirs = bits(on_every_rank(operation(kind, "int6h", "nccl"), mesh)(x))
-    monkeypatch.setattr(collective, "MEMORIES", collective.MEMORIES[memory:])
+    monkeypatch.setattr(programs, "MEMORIES", programs.MEMORIES[memory:])
     ours = bits(on_every_rank(operation(kind, "int6h", "nvlink"), mesh)(x))
     assert (ours != theirs).mean() <= 1e-4
 

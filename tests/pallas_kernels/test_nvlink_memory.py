@@ -5,16 +5,16 @@ import pytest
 
 from pallas_kernels.formats import Geometry
 from pallas_kernels.mosaic.tiling import Tiling
-from pallas_kernels.nvlink import collective
+from pallas_kernels.nvlink import collective, programs
 from pallas_kernels.nvlink.post import Slots
 from taco_jax import CODECS
 from taco_jax.backend import to_format
 
-PROGRAMS = (collective.TWO_SHOT, collective.ONE_SHOT, collective.REDUCE_SCATTER, collective.ALL_GATHER)
+PROGRAMS = (programs.TWO_SHOT, programs.ONE_SHOT, programs.REDUCE_SCATTER, programs.ALL_GATHER)
 NAMES = [name for name, codec in CODECS.items() if not codec.exact and codec.scale != "paper"]
 
 
-@pytest.mark.parametrize("count", sorted({n for m in collective.MEMORIES for n in (m.outgoing, m.sums)}))
+@pytest.mark.parametrize("count", sorted({n for m in programs.MEMORIES for n in (m.outgoing, m.sums)}))
 def test_a_worker_and_its_courier_go_on(count):
     """A worker fills a slot that is free; the courier frees the one of `lag` frames ago when it has sent another."""
     lag = Slots(None, None, None, count).lag
@@ -37,7 +37,7 @@ def test_every_preset_fits(program, ranks):
         fmt = to_format(CODECS[name])
         tiling = Tiling(fmt, Geometry(64 * 128, 1, 64 * 128), any_order=True)
         for dtype in ("bfloat16", "float16", "float32"):
-            memory = collective.memory_of(program, tiling, ranks, jnp.dtype(dtype))
+            memory = programs.memory_of(program, tiling, ranks, jnp.dtype(dtype))
             assert memory is not None, (name, dtype)
             # Barriers come in arrays of 32 at most.
             combiners = program.combiners(memory.workers)
