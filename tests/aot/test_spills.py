@@ -6,9 +6,8 @@ Exactly none for the presets in bfloat16, with up to four ranks, rounded to near
 import dataclasses
 import itertools
 
-import jax
 import pytest
-from aot.topology import PLUGIN, compile_on_one, spills
+from aot.topology import FITTED, compile_on_one, spills
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
 from pairs import pairwise
 
@@ -24,9 +23,7 @@ SIZES = (LARGE, LARGE * pipeline.MIN_ROUNDS, 256 * 64)
 RANKS = (4, 2, 8)
 
 
-# Bytes of a thread's local memory. The kernels are fitted to jax 0.11 with the ptxas of CUDA 13.0, to the last
-# register; another release may need a few more.
-FITTED = jax.__version_info__[:2] == (0, 11) and PLUGIN == "jax_cuda13_plugin"
+# Bytes of a thread's local memory.
 FEW_BYTES = 0 if FITTED else 32
 SOME_BYTES = 160
 # Codecs that are no preset: a block of 256 needs twice the registers.

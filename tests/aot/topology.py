@@ -1,4 +1,4 @@
-"""Four H100 that this machine does not have, and programs compiled for them.
+"""H100s that this machine does not have, four where no test says otherwise, and programs compiled for them.
 
 `h100.txtpb` is what a real one says of itself:
 `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
@@ -6,6 +6,7 @@
 
 import functools
 import importlib.util
+import math
 import pathlib
 import re
 
@@ -16,6 +17,9 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 PLUGIN = next((p for p in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(p)), None)
+# The kernels are fitted to jax 0.11 with the ptxas of CUDA 13.0, to the last register; another release may need a few
+# more.
+FITTED = jax.__version_info__[:2] == (0, 11) and PLUGIN == "jax_cuda13_plugin"
 
 # Fields that jax 0.10 does not know.
 NEWER = {
@@ -25,12 +29,13 @@ NEWER = {
 
 
 @functools.cache
-def devices():
+def devices(count: int = 4):
+    """So many GPUs of one host."""
     config = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
     if jax.__version_info__ < (0, 11):
         config = "".join(line for line in config.splitlines(True) if line.split(":")[0].strip() not in NEWER)
     return topologies.get_topology_desc(
-        topology_name="h100", platform="cuda", target_config=config, topology="1x1x4"
+        topology_name="h100", platform="cuda", target_config=config, topology=f"1x1x{count}"
     ).devices
 
 
@@ -42,11 +47,19 @@ def compile_on_one(f, *shapes):
 
 def compile_on_four(f, *shapes):
     """jit of f on every device of a mesh, each with its row of the arguments [4, ...], for one row of the result."""
-    mesh = jax.sharding.Mesh(np.array(devices()), ("tp",), axis_types=(AxisType.Auto,))
+    return compile_on_mesh(f, *shapes)
+
+
+def compile_on_mesh(f, *shapes, **axes: int):
+    """`compile_on_four` on a mesh of these axes, by default tp=4; the first axis of arguments counts its devices."""
+    axes = axes or {"tp": 4}
+    count, names = math.prod(axes.values()), tuple(axes)
+    grid = np.array(devices(count)).reshape(tuple(axes.values()))
+    mesh = jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     own = lambda *xs: f(*(x[0] for x in xs))[None]
-    where = NamedSharding(mesh, P("tp"))
-    args = [jax.ShapeDtypeStruct((4, *s.shape), s.dtype, sharding=where) for s in shapes]
-    return _compile(jax.shard_map(own, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")), args)
+    where = NamedSharding(mesh, P(names))
+    args = [jax.ShapeDtypeStruct((count, *s.shape), s.dtype, sharding=where) for s in shapes]
+    return _compile(jax.shard_map(own, mesh=mesh, in_specs=P(names), out_specs=P(names)), args)
 
 
 def _compile(f, args):
