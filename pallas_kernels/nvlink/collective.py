@@ -106,7 +106,7 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
             post.deliver(deal, slots(name), buffers_g[k], signals[k], order)
 
         def fetch(name, k, i, order):
-            post.fetch(deal, slots(name, i), buffers_g[k], signals[k], order.total(), order.place)
+            post.fetch(deal, slots(name, i), buffers_g[k], signals[k], order)
 
         couriers = [functools.partial(deliver, "outgoing", 0, sending)]
         if program.sums_into_frames:

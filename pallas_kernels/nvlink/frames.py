@@ -37,18 +37,16 @@ class Frames:
         """Global memory for frames uint8[*frames, bytes]."""
         return jax.ShapeDtypeStruct((*frames, self.bytes), jnp.uint8)
 
-    def write(self, frame_s, z: list, exponent, noise=None) -> jax.Array:
+    def write(self, frame_s, z: list, exponent) -> jax.Array:
         """Encodes rotated blocks into a frame; returns the largest |z| of its rows as bits (`blocks.encode`)."""
         t = self.tiling
-        largest, planes = blocks.encode(t, z, exponent, noise, self._codes(frame_s))
+        largest, planes = blocks.encode(t, z, exponent, None, self._codes(frame_s))
         for k in range(t.scale_planes):
-            plane_s = self._plane(frame_s, k)
             if t.owned:
-                owned.store_scales(plane_s, planes[0][k], t.interpret is not None)
+                owned.store_scales(self._plane(frame_s, k), planes[0][k], t.interpret is not None)
                 continue
             for b in range(t.blocks_per_row):
-                column_s = plane_s.reshape(ROWS, t.blocks_per_row).at[:, b] if t.blocks_per_row > 1 else plane_s
-                compat.store(column_s, planes[b][k].astype(jnp.uint8), optimized=False)
+                compat.store(self._column(frame_s, k, b), planes[b][k].astype(jnp.uint8), optimized=False)
         return largest
 
     def codes(self, frame_s, dtype=jnp.float32) -> list[jax.Array]:
@@ -68,9 +66,7 @@ class Frames:
         for b in range(t.blocks_per_row):
             found = []
             for k in range(t.scale_planes):
-                plane_s = self._plane(frame_s, k)
-                column_s = plane_s.reshape(ROWS, t.blocks_per_row).at[:, b] if t.blocks_per_row > 1 else plane_s
-                plane = compat.load(column_s, plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                plane = compat.load(self._column(frame_s, k, b), plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 found.append(plane.astype(jnp.int32) & 0xFF)
             out.append(scales.read(t.fmt, found, exponent))
         return out
@@ -84,3 +80,8 @@ class Frames:
 
     def _plane(self, frame_s, k: int):
         return frame_s.at[pl.ds(self.code_bytes + k * self.plane_bytes, self.plane_bytes)]
+
+    def _column(self, frame_s, k: int, b: int):
+        """Of a scale plane the bytes of every row's block b, uint8[64]."""
+        plane_s, per_row = self._plane(frame_s, k), self.tiling.blocks_per_row
+        return plane_s.reshape(ROWS, per_row).at[:, b] if per_row > 1 else plane_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.formats import DTYPES, Format
+from pallas_kernels.formats import Format
 from pallas_kernels.mosaic import obstacles as mosaic
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
@@ -50,4 +50,4 @@ def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
     return operations.fits(fmt, operation, dtype, ranks)
 
 
-__all__ = ["DTYPES", "OPERATIONS", "RANKS", "obstacle"]
+__all__ = ["OPERATIONS", "RANKS", "obstacle"]

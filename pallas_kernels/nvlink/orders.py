@@ -69,6 +69,7 @@ class Combining:
         return self.count() * self.sources
 
     def place(self, i):
+        """(rank that sent frame i, its step, the slot that it shall be in)."""
         k = lax.div(i, jnp.int32(self.sources))
         source = self.deal.peer(lax.rem(i, jnp.int32(self.sources)) + 1)
         return source, self.step(k), self.slot(k, source)
@@ -87,6 +88,7 @@ class Receiving:
         return lax.div(self.deal.steps() * self.deal.ranks - self.first + self.stride - 1, jnp.int32(self.stride))
 
     def place(self, k):
+        """As of `Combining`."""
         i = self.first + k * self.stride
         source = self.deal.peer(lax.rem(i, jnp.int32(self.deal.ranks)) + 1)
         return source, lax.div(i, jnp.int32(self.deal.ranks)), lax.rem(k, jnp.int32(self.slots))

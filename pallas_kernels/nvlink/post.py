@@ -73,7 +73,7 @@ class Slots:
 
 
 def deliver(deal: Deal, slots: Slots, buffer_g, signals, sending) -> None:
-    """A courier's work: the frames of `sending` (`roles.py`) go to their ranks, which are signalled group by group.
+    """A courier's work: the frames of `sending` (`orders.py`) go to their ranks, which are signalled group by group.
 
     buffer_g [ranks, tiles, bytes]: where frames arrive, on every rank; row r is what rank r sent. signals: semaphores
     [ranks] of this CTA, alike.
@@ -112,14 +112,11 @@ def deliver(deal: Deal, slots: Slots, buffer_g, signals, sending) -> None:
         announce(total - 1 - behind, behind)
 
 
-def fetch(deal: Deal, slots: Slots, buffer_g, signals, total, place) -> None:
-    """A courier's work: frames i < total, each once its rank has signalled it.
-
-    place(i) -> (rank that sent it, its step, the slot that it shall be in).
-    """
+def fetch(deal: Deal, slots: Slots, buffer_g, signals, order) -> None:
+    """A courier's work: the frames of `order` (`orders.py`), each once its rank has signalled it."""
 
     def one(i, carry):
-        source, step, slot = place(i)
+        source, step, slot = order.place(i)
 
         @pl.when(i >= slots.count)
         def _():
@@ -133,7 +130,7 @@ def fetch(deal: Deal, slots: Slots, buffer_g, signals, total, place) -> None:
         )  # fmt: skip
         return carry
 
-    lax.fori_loop(0, total, one, 0)
+    lax.fori_loop(0, order.total(), one, 0)
 
 
 def _fence() -> None:

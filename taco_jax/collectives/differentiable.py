@@ -150,8 +150,7 @@ def all_reduce(message: Message, x, exponent, key) -> UnderWay:
     """The sum of x over the ranks (measure None where it is exact), its first hop started."""
     if message.codec.exact or message.ranks == 1:
         return UnderWay(_exact_psum(message, x), 1)
-    one = message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
-    kind = nvlink if nvlink.takes(message, "all_reduce", x) else one_shot if one else two_shot
+    kind = nvlink if nvlink.takes(message, "all_reduce", x) else one_shot if message.in_one_shot else two_shot
     return UnderWay(kind.all_reduce(message, x, exponent, key), kind.HOPS)
 
 

@@ -47,6 +47,11 @@ class Message:
     def ranks(self) -> int:
         return lax.axis_size(self.axis)
 
+    @property
+    def in_one_shot(self) -> bool:
+        """Whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
+        return self.algorithm == "one_shot" or (self.algorithm == "auto" and self.ranks == 2)
+
     def key(self, key: jax.Array | None, hop: int, chunk: int = 0) -> jax.Array | None:
         """A key of its own for every hop, direction, chunk and rank: equal noise would not average out."""
         if key is None or self.codec.rounding == "nearest":

@@ -93,11 +93,11 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
         return y, measure
 
     def separate(x_S, exponent):
-        kind = one_shot if _is_one_shot(message) else two_shot
+        kind = one_shot if message.in_one_shot else two_shot
         return UnderWay(kind.all_reduce(message, x_S, exponent, key), kind.HOPS).arrive()
 
     y, measure = _run(message, fused, separate, x_S, exponent, to="invarying")
-    _record(message, "psum", x, geometry, 1 if _is_one_shot(message) else 2)
+    _record(message, "psum", x, geometry, 1 if message.in_one_shot else 2)
     if whole < x.size:
         label, n = message.label, x.size - whole
         exact = {"kind": "other", "calls": label.calls}
@@ -154,10 +154,6 @@ def _run(message: Message, fused: Callable, separate: Callable, x, exponent, to:
     return by_mesh(typed(fused), None if message.link == "nvlink" else aside, *inputs)
 
 
-def _is_one_shot(message: Message) -> bool:
-    return message.algorithm == "one_shot" or (message.algorithm == "auto" and message.ranks == 2)
-
-
 def _whole(message: Message, size: int) -> int:
     """Of `size` elements those in whole groups of 8 rows."""
     group = _group(message)
@@ -171,7 +167,7 @@ def _group(message: Message) -> int:
 def _geometry(message: Message, size: int) -> backend.Geometry:
     """The messages of an all-reduce of `size` elements: one, or one for each owner."""
     size = max(1, size)
-    if _is_one_shot(message):
+    if message.in_one_shot:
         return backend.Geometry(size, 1, size)
     n = round_up(chunk_elements(message.codec, size, message.ranks), _group(message))
     return backend.Geometry(size, message.ranks, n)
