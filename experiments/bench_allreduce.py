@@ -18,7 +18,6 @@ import functools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import runs
+import timing
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,18 +56,6 @@ def program(mesh, sums: int, codec: str, link: str, algorithm: str):
         return lax.fori_loop(0, sums // CHAIN, lambda _, x: chain(x) * mesh.size**-CHAIN, x)
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-
-
-def seconds(function, x, sums: int, repeats: int) -> float:
-    """Of one sum."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(PROGRAMS):
-            y = function(x)
-        jax.block_until_ready(y)
-        times.append((time.perf_counter() - start) / sums / PROGRAMS)
-    return statistics.median(times)
 
 
 def parse(text: str) -> dict[str, tuple[str, str, str]]:
@@ -125,7 +113,7 @@ def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, function in functions.items():
-            times[name].append(seconds(function, x, sums, repeats))
+            times[name].append(timing.seconds(function, x, calls=sums, programs=PROGRAMS, repeats=repeats))
     medians = {name: statistics.median(t) for name, t in times.items()}
     moved = 2 * (ranks - 1) / ranks * elements * 2
     return {

@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import runs
+import timing
 
 from pallas_kernels import Geometry
 from taco_jax import backend, cli
@@ -36,14 +35,7 @@ def seconds(function, sets: list[tuple], programs: int = 8, repeats: int = 7) ->
     """Median time of one call. One program calls the function once on every set, so that starting it costs nothing."""
     program = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
     jax.block_until_ready(program(sets))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(programs):
-            out = program(sets)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / programs / len(sets))
-    return statistics.median(times)
+    return timing.seconds(program, sets, calls=len(sets), programs=programs, repeats=repeats)
 
 
 def copies(sets: list[tuple]) -> dict[str, float]:

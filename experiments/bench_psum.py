@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import runs
+import timing
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,17 +46,6 @@ def program(mesh, codec: str, chunks: int, exchange: str):
         return x
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-
-
-def seconds(function, x, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(PROGRAMS):
-            y = function(x)
-        jax.block_until_ready(y)
-        times.append((time.perf_counter() - start) / CHAIN / PROGRAMS)
-    return statistics.median(times)
 
 
 def link() -> str:
@@ -108,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         times: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(3):
             for name, function in functions.items():
-                times[name].append(seconds(function, x, args.repeats))
+                times[name].append(timing.seconds(function, x, calls=CHAIN, programs=PROGRAMS, repeats=args.repeats))
         medians = {name: statistics.median(t) for name, t in times.items()}
         results[str(mega)] = {
             name: {"us": 1e6 * t, "speedup": medians["none"] / t, "relative_error": error[name]}

@@ -3,6 +3,7 @@
 What ptxas spills of their registers is held to what was measured, as in `test_spills.py`.
 """
 
+import functools
 import itertools
 
 import jax
@@ -13,13 +14,13 @@ from aot.topology import FITTED, compile_on_mesh, spills
 from jax import lax
 from mosaic_programs import DTYPES, PRESETS
 from pairs import pairwise
+from rank_programs import gradient_of_sum
 
 import taco_jax
 from pallas_kernels import Geometry, compat, nvlink
 from taco_jax import CODECS
 from taco_jax.backend import to_format
 from taco_jax.collectives import to_varying
-from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="NVLink kernels need jax 0.11")
 
@@ -183,19 +184,7 @@ def test_in_a_scan():
 def test_layers_in_a_scan_with_remat():
     # As in `test_programs.py`, with a kernel for each sum.
     compression = taco_jax.Compression("int6h", "int6h", min_bytes=0, link="nvlink")
-
-    def layer(x, ws):
-        w_up, w_down = ws
-        y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ w_up) @ w_down
-        return x + reduce_from_tp(y, "tp", compression), None
-
-    def loss(x, ws):
-        return lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32).sum()
-
-    def gradient(scale, *ws):
-        x = jnp.ones((512, 1024), jnp.bfloat16) * lax.psum(scale, "tp")
-        return jax.grad(loss, argnums=1)(x, ws)[0]
-
+    gradient = functools.partial(gradient_of_sum, compression)
     compiled = compile_on_mesh(gradient, shape(), shape(3, 1024, 256), shape(3, 256, 1024))
     # Forward, and backward, where the forward's is run again or not.
     assert kernels(compiled) in (2, 3)

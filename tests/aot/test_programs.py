@@ -1,5 +1,7 @@
 """Compressed collectives as XLA compiles them for H100s: kernels, collectives of uint8, nothing else that is large."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,13 +9,13 @@ from aot.instructions import collectives, copies, counters, kernels, slices_of_k
 from aot.topology import compile_on_four, compile_on_one
 from jax import lax
 from mosaic_programs import PRESETS
+from rank_programs import gradient_of_sum
 
 import taco_jax
 from pallas_kernels import compat, mosaic
 from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, backend
 from taco_jax.collectives.chunks import chunk_elements
-from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block
 RAGGED = (S + 37, S + 128 * 3 + 8, S - 1)
@@ -63,21 +65,8 @@ def test_other_collectives_are_two_kernels(f, passes):
 
 
 def test_layers_in_a_scan_with_remat():
-    # Megatron's pair, compressed in both passes: f before the column-parallel product, g after the row-parallel one.
     compression = taco_jax.Compression("int6h", "int6h", min_bytes=0, link="nccl")
-
-    def layer(x, ws):
-        w_up, w_down = ws
-        y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ w_up) @ w_down
-        return x + reduce_from_tp(y, "tp", compression), None
-
-    def loss(x, ws):
-        return lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32).sum()
-
-    def gradient(scale, *ws):
-        x = jnp.ones((512, 1024), jnp.bfloat16) * lax.psum(scale, "tp")
-        return jax.grad(loss, argnums=1)(x, ws)[0]
-
+    gradient = functools.partial(gradient_of_sum, compression)
     compiled = compile_on_four(gradient, shape(), shape(3, 1024, 256), shape(3, 256, 1024))
     # Forward, and backward, where the forward's is run again or not; each body of a loop counts once.
     assert kernels(compiled) in (6, 9)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from mosaic_checks import (
     EXPONENTS,
     KINDS,
@@ -30,12 +29,12 @@ from mosaic_checks import (
 )
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle
 from pairs import pairwise
+from rank_programs import check_gradients, on_every_rank
 
 import taco_jax
 from pallas_kernels import Geometry, mosaic
 from taco_jax import CODECS, UNCALIBRATED, Codec, backend
 from taco_jax.elements import ELEMENTS
-from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 pytestmark = pytest.mark.gpu
 
@@ -284,12 +283,6 @@ def mesh():
     return jax.make_mesh((len(jax.devices()),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def on_every_rank(f, mesh):
-    """jit of f, which sees its rank's row; results are stacked."""
-    own = lambda *xs: jax.tree.map(lambda y: y[None], f(*(x[0] for x in xs)))
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-
-
 def varying(y):
     return lax.pcast(y, "tp", to="varying")
 
@@ -324,27 +317,6 @@ def test_every_rank_sees_what_is_not_finite(dtype, mesh):
 
 def test_layers_train_in_a_scan_with_remat(mesh):
     """Values and gradients of a small stack, with kernels and with jnp: both are one code away at most."""
-
-    def gradient(backend_name, x, w_up, w_down):
-        compression = taco_jax.Compression("int8h", "int8h", min_bytes=0, link="nccl", backend=backend_name)
-
-        def layer(x, ws):
-            y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ ws[0]) @ ws[1]
-            return x + reduce_from_tp(y, "tp", compression), None
-
-        def loss(ws):
-            # The same on every rank, and typed so.
-            first = lax.all_gather(x, "tp", to="invarying")[0]
-            return lax.scan(jax.checkpoint(layer), first, ws)[0].astype(jnp.float32).var()
-
-        value, grads = jax.value_and_grad(loss)((w_up, w_down))
-        return varying(value), *grads
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = lambda key, *dims: (jax.random.normal(key, (mesh.size, *dims)) / 16).astype(jnp.bfloat16)
-    args = shape(keys[0], 256, 512), shape(keys[1], 3, 512, 256), shape(keys[2], 3, 256, 512)
-    ours, theirs = (on_every_rank(functools.partial(gradient, b), mesh)(*args) for b in ("mosaic", "jnp"))
-    for a, b in zip(ours, theirs):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
-    assert len(set(np.asarray(ours[0]).tolist())) == 1
+    options = {"min_bytes": 0, "link": "nccl"}
+    backends = (taco_jax.Compression("int8h", "int8h", backend=name, **options) for name in ("mosaic", "jnp"))
+    check_gradients(backends, mesh, 2e-2)

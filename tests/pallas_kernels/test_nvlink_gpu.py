@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from mosaic_checks import skip_without_mosaic, values
 from pairs import pairwise
+from rank_programs import check_gradients, on_every_rank
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware, programs
-from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp
 
 pytestmark = pytest.mark.gpu
 
@@ -36,12 +35,6 @@ def mesh():
     if reason := hardware.missing(devices[0].device_kind):
         pytest.skip(reason)
     return jax.make_mesh((len(devices),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-
-
-def on_every_rank(f, mesh):
-    """jit of f, which sees its rank's row; results are stacked."""
-    own = lambda *xs: jax.tree.map(lambda y: varying(y)[None], f(*(x[0] for x in xs)))
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
 
 
 def varying(y):
@@ -186,27 +179,8 @@ def test_beside_other_collectives_in_one_program(mesh):
 
 
 def test_layers_in_a_scan_with_remat(mesh):
-    def gradient(link, x, w_up, w_down):
-        compression = taco_jax.Compression("int8h", "int8h", min_bytes=0, link=link)
-
-        def layer(x, ws):
-            y = jax.nn.relu(copy_to_tp(x, "tp", compression) @ ws[0]) @ ws[1]
-            return x + reduce_from_tp(y, "tp", compression), None
-
-        def loss(ws):
-            first = lax.all_gather(x, "tp", to="invarying")[0]
-            return lax.scan(jax.checkpoint(layer), first, ws)[0].astype(jnp.float32).var()
-
-        value, grads = jax.value_and_grad(loss)((w_up, w_down))
-        return value, *grads
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = lambda key, *dims: (jax.random.normal(key, (mesh.size, *dims)) / 16).astype(jnp.bfloat16)
-    args = shape(keys[0], 256, 512), shape(keys[1], 3, 512, 256), shape(keys[2], 3, 256, 512)
-    ours, theirs = (on_every_rank(functools.partial(gradient, link), mesh)(*args) for link in ("nvlink", "nccl"))
-    for a, b in zip(ours, theirs):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+    links = (taco_jax.Compression("int8h", "int8h", min_bytes=0, link=link) for link in ("nvlink", "nccl"))
+    check_gradients(links, mesh, 1e-2)
 
 
 def test_a_mesh_in_another_order(mesh):
