@@ -37,7 +37,7 @@ def gradient_of_sum(compression, scale, *ws):
 
 
 def check_gradients(compressions, mesh, most):
-    """Value and gradients of three layers with either compression: they differ by less than a share `most` of their norms."""
+    """Value and gradients of three layers with either compression differ by less than `most` of their norms."""
 
     def gradient(compression, x, *ws):
         # The same on every rank, and typed so.
