@@ -135,11 +135,17 @@ class Program:
 
     def _new_state(self, key) -> TrainState:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
-        scales = {
-            site: new_scale_state(shape, self.config.compression.history) for site, shape in self._site_shapes.items()
-        }
         zero = np.int32(0)
-        return TrainState(zero, params, self._optimizer.init(params), jax.tree.map(jnp.asarray, scales), zero, zero)
+        return TrainState(zero, params, self._optimizer.init(params), self._new_scales(), zero, zero)
+
+    def _new_scales(self):
+        history = self.config.compression.history
+        scales = {site: new_scale_state(shape, history) for site, shape in self._site_shapes.items()}
+        return jax.tree.map(jnp.asarray, scales)
+
+    def init_scales(self):
+        """The `scales` of a new state, on the mesh."""
+        return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
 
     def _abstract_state(self) -> TrainState:
         import optax
