@@ -25,6 +25,7 @@ BAD = [
     ("bench_psum", ["--repeats", "0"], "--repeats=0: must be at least 1"),
     ("bench_psum", ["--megaelements", "0"], "--megaelements=0: must be integers of at least 1"),
     ("bench_psum", ["--megaelements", "1,x"], "--megaelements=1,x: must be integers of at least 1"),
+    ("bench_allreduce", ["--operation", "psums"], "--operation='psums': did you mean 'psum'?"),
     ("bench_step", [*LINKS, "--variants", "none,free,tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
     ("bench_step", [*LINKS, "--variants", "none,taco"], "--variants=none,taco: must have none and free to compare"),
     ("bench_step", [*LINKS, "--variants", "none,free,taco:0"], "--variants (chains)=0: must be integers of at least 1"),
