@@ -52,6 +52,7 @@ def supervise(launch: Launch, config: TrainConfig) -> int:
         code = 1
         if line is None:
             code, line = _run(member, launch)
+        member.close()
     except TimeoutError as error:
         code, line = 1, str(error)
     if hub is not None:
