@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from taco_jax.cli import parse
 from taco_jax.config import ConfigError, TrainConfig, check
 from taco_jax.launchers import find, first_host, local_device_ids
 
@@ -126,3 +127,17 @@ def test_devices_of_a_process():
 def test_config(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(TrainConfig(**changes))
+
+
+def test_launch_files_name_settings_that_work(repository):
+    """The flags of the sbatch file and of the JobSet; 16 GPUs each."""
+    for name in ("train.sbatch", "jobset.yaml"):
+        lines = (repository / "experiments" / "launch" / name).read_text().splitlines()
+        command = "\n".join(line.partition("# ")[0] for line in lines if not line.lstrip().startswith("#"))
+        command = command.partition("taco_jax.train")[2].partition('"$@"')[0].partition(" env:")[0]
+        flags = re.findall(r"--[a-z].*?(?=\s+-|\s*\\?\n|$)", command)
+        arguments = [part for flag in flags for part in re.split("[ =]", flag.strip())]
+        at = arguments.index("--config") + 1
+        arguments[at] = str(repository / arguments[at])
+        config = check(parse(arguments))
+        assert config.mesh.size == 16 and config.checkpoint.enabled and config.distributed in ("slurm", "env"), name
