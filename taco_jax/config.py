@@ -23,6 +23,7 @@ from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
 ATTENTION = (None, "xla", "cudnn")
+DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 
 
@@ -192,7 +193,13 @@ class TrainConfig:
     workdir: str = "runs/train"
     """Folder for config.json, metrics.jsonl, loss.png and checkpoints; an existing one is resumed."""
     devices: str | None = None
-    """'cpu:8' emulates eight devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
+    """'cpu:8' emulates eight devices on the CPU, in each process; 'cpu', 'gpu' or None take what JAX finds."""
+    distributed: str = "auto"
+    """Launcher of several processes: slurm, env (JAX_* or torchrun's variables), auto (whichever is there) or off."""
+    distributed_timeout: int = 300
+    """Seconds in which all processes must have come, and then again must have passed the start-up self-test."""
+    heartbeat_timeout: int = 60
+    """Seconds of silence after which a process counts as dead and the others stop; one that is killed shows at once."""
     deterministic: bool = False
     """Ask XLA for results that repeat bit for bit on GPU (the CPU's always do)."""
     compute_dtype: str = "bfloat16"
@@ -235,6 +242,8 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         "metrics.every",
         "evaluation.every",
         "max_skipped_in_a_row",
+        "distributed_timeout",
+        "heartbeat_timeout",
     ):
         _require(get(config, key) >= 1, config, key, "must be at least 1")
     for key in (
@@ -254,6 +263,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         ("data.token_dtype", TOKEN_DTYPES),
         ("remat", REMAT),
         ("attention_implementation", ATTENTION),
+        ("distributed", DISTRIBUTED),
     ):
         value = get(config, key)
         _require(

@@ -2,6 +2,9 @@
 
 One optimiser step is one call of a jitted program (`taco_jax.step`); this file brings it data and takes away its
 metrics. It reads the metrics of a step while the next one runs, so the devices never wait for the host.
+
+With several processes (`taco_jax.distributed`) each does all of this in step with the others: it feeds its own rows of
+every batch and writes its own part of every checkpoint; the first one alone prints, and writes the other files.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from typing import Any
 
 import jax
 
-from taco_jax import cli, data
+from taco_jax import cli, data, distributed
 from taco_jax.checkpoint import Checkpoints
 from taco_jax.config import ConfigError, TrainConfig, check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
+from taco_jax.preemption import StopRequests
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
 
 
@@ -30,6 +34,10 @@ class TrainingError(RuntimeError):
 def main(args: Sequence[str]) -> int:
     config = check(cli.parse(args))
     cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
+    return distributed.run(config, _work)
+
+
+def _work(config: TrainConfig) -> int:
     try:
         train(config)
     except TrainingError as error:
@@ -41,6 +49,8 @@ def main(args: Sequence[str]) -> int:
 def train(config: TrainConfig) -> dict[str, Any] | None:
     """Runs or resumes the training that `config` describes, up to `steps` or `stop_after`.
 
+    SIGTERM and SIGUSR1 stop it after the step that is under way, with a checkpoint, as `stop_after` would.
+
     Returns the last record (its keys: `taco_jax.metrics`); None for a dry run.
 
     Raises:
@@ -50,7 +60,6 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     # Imported here: errors in the settings then come before the seconds that these imports take.
     from taco_jax import estimate
     from taco_jax.mesh import make_mesh
-    from taco_jax.step import build
 
     cli.devices(config.devices)
     try:
@@ -60,16 +69,24 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     if config.dry_run:
         say(estimate.report(config, mesh))
         return None
+    with StopRequests() as requests:
+        return _train(config, mesh, requests)
+
+
+def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
+    from taco_jax import estimate
+    from taco_jax.step import build
+
     train_tokens, validation_tokens = data.open_data(config.data, config.model.vocab_size)
     batches = data.batches(config, train_tokens)
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
     program = build(config, mesh)
     estimate.trace(program)  # raises what compiling it would, and is not done again
     # Nothing is written before this line: settings that cannot work leave no folder behind.
-    for remark in open_workdir(config):
+    for remark in distributed.first_alone(lambda: open_workdir(config), config.workdir):
         say(f"changed since this workdir's first run: {remark}")
     with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
-        run = Run(config, program, checkpoints, batches, validation_tokens)
+        run = Run(config, program, checkpoints, batches, validation_tokens, requests)
         try:
             run.begin()
             run.announce(mesh, len(train_tokens), len(validation_tokens))
@@ -78,15 +95,24 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
         finally:
             run.close()
     if jax.process_index() == 0:
-        _finish(config, record, run.first - 1)
+        _finish(config, record, run.first - 1, run.stopped_by)
     return record
 
 
 class Run:
     """The state of a run between its steps: the program's state, the position of the data, and the clock."""
 
-    def __init__(self, config, program, checkpoints: Checkpoints, batches: data.Batches, validation_tokens):
+    def __init__(
+        self,
+        config,
+        program,
+        checkpoints: Checkpoints,
+        batches: data.Batches,
+        validation_tokens,
+        requests: StopRequests,
+    ):
         self.config, self.program, self.checkpoints, self.batches = config, program, checkpoints, batches
+        self.requests, self.stopped_by = requests, None
         self.validation_tokens = validation_tokens
         self.stop = min(config.steps, config.stop_after or config.steps)
         self.step, self.first = 0, 1
@@ -164,42 +190,57 @@ class Run:
             self.program.step  # noqa: B018 (the property compiles)
             if config.metrics.snr_every:
                 self.program.step_with_stats  # noqa: B018
+            self.requests.prepare(self.program.mesh)
             say(f"compiled in {time.perf_counter() - start:.0f} s")
         self.first = self.step + 1
         pending: tuple[int, int, Any] | None = None
-        while self.step < self.stop:
+        while self.step < self.stop and not self.stopped_by:
             self.step += 1
             batch = data.device_batch({"tokens": next(self.batches)}, self.program.batch_sharding)
             measured = config.metrics.snr_every and self.step % config.metrics.snr_every == 0
             advance = self.program.step_with_stats if measured else self.program.step
             if self.clock is None:
                 self.clock, self.timed_step = time.perf_counter(), self.step - 1
+            stop_request = self.requests.ask()
             self.state, out = advance(self.state, batch)
             if pending:
                 self.finish(*pending)
             pending = (self.step, self.batches.samples, out)
             last = self.step == self.stop
-            validate = last or self.step % config.evaluation.every == 0
-            save = last or self.step % config.checkpoint.every == 0
+            self.stopped_by = None if last else stop_request()
+            # Who asks to stop may not wait for a validation.
+            validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
+            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by
             if validate or save:
-                # Read the metrics first: a run that has to stop must not save or validate any more.
-                self.finish(*pending, validate=validate, flushed=True)
+                self.finish(*pending, validate=validate, save=save, flushed=True)
                 pending = None
-                if save:
-                    self.save()
                 self.clock, self.timed_step = time.perf_counter(), self.step
 
-    def finish(self, step: int, samples: int, out: Any, *, validate: bool = False, flushed: bool = False) -> None:
+    def finish(
+        self,
+        step: int,
+        samples: int,
+        out: Any,
+        *,
+        validate: bool = False,
+        save: bool = False,
+        flushed: bool = False,
+    ) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn.
 
+        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither.
         flushed: no later step is under way, so the metrics come sooner after the step's start than those of the others.
         """
         values = dict(jax.device_get(out))
         in_a_row = int(values.pop("skipped_in_a_row"))
         hopeless = in_a_row >= self.config.max_skipped_in_a_row
         turn = step == self.first or step % self.config.metrics.every == 0
-        if turn or validate or values["skipped"] or "stats" in values:
+        write = turn or validate or self.stopped_by or values["skipped"] or "stats" in values
+        if write:
             self.record = self._timed(step, samples, values, flushed)
+        if save and not hopeless:
+            self.save()
+        if write:
             if validate and not hopeless:
                 self.record |= self.validate()
             self.recorder.write(self.record)
@@ -278,12 +319,15 @@ class Run:
             self.recorder.close()
 
 
-def _finish(config: TrainConfig, record: dict[str, Any], first_step: int) -> None:
+def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stopped_by: str | None) -> None:
     """The last lines: what was reached, what this run moved since `first_step`, and where everything is."""
     from taco_jax import plot
 
     workdir, step = Path(config.workdir), record["step"]
-    if step < config.steps:
+    if stopped_by:
+        saved = "saved" if config.checkpoint.enabled else "not saved (checkpoint.enabled=False)"
+        say(f"stopped at step {step} of {config.steps} by {stopped_by}, {saved}; the same command goes on")
+    elif step < config.steps:
         say(f"stopped at step {step} of {config.steps}; the same command with a later --stop-after, or none, goes on")
     if "validation_loss" in record:
         loss, perplexity = record["validation_loss"], record["validation_perplexity"]

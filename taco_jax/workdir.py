@@ -18,6 +18,8 @@ _UNREMARKABLE = (
     "stop_after",
     "workdir",
     "devices",
+    "distributed",
+    "heartbeat_timeout",
     "dry_run",
     "gpu_memory_gb",
     "checkpoint.",

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from taco_jax.config import (
     check,
 )
 from taco_jax.metrics import read_records
-from taco_jax.train import TrainingError, main, train
+from taco_jax.train import Run, TrainingError, main, train
 
 MODEL = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, qkv_bias=True)
 
@@ -166,6 +168,39 @@ def test_statistics(tmp_path):
     assert {"layers/attn/out/forward", "layers/mlp/down/forward", "layers/mlp/up/backward"} <= set(sites)
     for values in sites.values():
         assert values["snr_db"] > 20 and 0 <= values["clipped"] <= 1 and 0 <= values["flushed"] <= 1
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys, name):
+    """One that comes during a validation waits for its end and for the step after it."""
+    config = make_config(tmp_path / "run", steps=10)
+    validate, number = Run.validate, getattr(signal, name)
+
+    def interrupted(run):
+        os.kill(os.getpid(), number)
+        return validate(run)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "validate", interrupted)
+        record = train(config)
+    assert signal.getsignal(number) == before
+    assert record["step"] == 5 and saved_steps(tmp_path / "run") == [4, 5]
+    assert f"stopped at step 5 of 10 by {name}, saved; the same command goes on" in capsys.readouterr().out
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5] and "validation_loss" in records[3]
+    if name == "SIGTERM":
+        train(config)
+        assert list(losses(tmp_path / "run")) == list(range(1, 11))
+
+
+def test_a_checkpoint_is_under_way_before_a_validation(tmp_path, monkeypatch):
+    """A scheduler that does not wait for the end of the validation costs nothing but it."""
+    order, save, validate = [], Run.save, Run.validate
+    monkeypatch.setattr(Run, "save", lambda run: (order.append("save"), save(run))[1])
+    monkeypatch.setattr(Run, "validate", lambda run: (order.append("validate"), validate(run))[1])
+    train(make_config(tmp_path / "run"))
+    assert order == ["save", "validate", "save", "validate"]
 
 
 def test_non_finite_steps_stop_the_run(tmp_path, capsys):

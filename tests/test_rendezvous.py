@@ -1,0 +1,176 @@
+"""The rendezvous in one process: who is missing, who is gone, and who is to blame."""
+
+import socket
+import time
+
+import pytest
+
+from taco_jax.launchers import Launch
+from taco_jax.rendezvous import Hub, Member
+
+
+def free_port() -> int:
+    """The first of two neighbouring ports that are free."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+                return port
+            except (OSError, OverflowError):
+                continue
+
+
+class Meeting:
+    """A hub, and members as they join."""
+
+    def __init__(self, processes: int, timeout: float = 10.0, silence: float = 10.0):
+        self.processes, self.port, self.silence = processes, free_port(), silence
+        self.hub = Hub(self.launch(0), timeout, silence)
+        self.hub.start()
+        self.members: dict[int, Member] = {}
+
+    def launch(self, process: int) -> Launch:
+        return Launch("test", "127.0.0.1", self.port, process, self.processes)
+
+    def join(self, *processes: int, settings=None) -> None:
+        for process in processes:
+            self.members[process] = Member(self.launch(process), 5.0, self.silence, settings or {"steps": 1})
+
+    def hears(self, process: int, key: str) -> str | None:
+        """The next message with `key` that a process gets."""
+        end = time.monotonic() + 8
+        while time.monotonic() < end:
+            for message in self.members[process].poll(0.1):
+                if key in message:
+                    return message[key]
+        raise AssertionError(f"process {process} heard no {key!r}")
+
+    def start(self) -> None:
+        self.join(*range(self.processes))
+        assert all(self.hears(process, "go") for process in self.members)
+
+    def end(self) -> None:
+        for member in self.members.values():
+            member.close()
+        self.hub.join(timeout=5)
+        assert not self.hub.is_alive()
+
+
+@pytest.fixture
+def meeting():
+    meetings = []
+
+    def make(*args, **options):
+        meetings.append(Meeting(*args, **options))
+        return meetings[-1]
+
+    yield make
+    for one in meetings:
+        one.end()
+
+
+def test_all_end_well(meeting):
+    m = meeting(3)
+    m.start()
+    for process in (1, 2, 0):
+        m.members[process].send(stage="ready")
+        m.members[process].send(ended=0)
+    m.hub.join(timeout=5)
+    assert not m.hub.is_alive()
+
+
+def test_missing_processes_are_named(meeting):
+    m = meeting(4, timeout=1.0)
+    m.join(0, 2)
+    for process in (0, 2):
+        line = m.hears(process, "stop")
+        assert line.startswith(f"processes 1, 3 of 4 did not report to 127.0.0.1:{m.port + 1} within 1 s")
+        assert f"0 on {socket.gethostname()}, 2 on {socket.gethostname()} did" in line and "\n" not in line
+
+
+def test_coordinator_that_is_not_there():
+    launch = Launch("test", "127.0.0.1", free_port(), 1, 2)
+    with pytest.raises(TimeoutError, match="process 0 of 2 cannot be reached at 127.0.0.1:.*refused; look whether"):
+        Member(launch, 0.5, 5.0, {})
+
+
+def test_same_number_twice(meeting):
+    m = meeting(3)
+    m.join(0, 1)
+    first = m.members[1]
+    m.join(1)
+    assert "have the same number; every process needs its own" in m.hears(0, "stop")
+    first.close()
+
+
+def test_other_settings(meeting):
+    m = meeting(2)
+    m.join(0)
+    m.join(1, settings={"steps": 2})
+    assert m.hears(0, "stop").startswith("steps: process 1 of 2 (host ")
+    assert "has 2, process 0 1; give all processes the same settings" in m.hears(1, "stop")
+
+
+def test_strangers_are_no_matter(meeting):
+    m = meeting(2)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": "you"}\n', b"[1]\n"):
+        with socket.create_connection(("127.0.0.1", m.port + 1)) as stranger:
+            stranger.sendall(data)
+    m.start()
+    m.members[0].send(ended=0)
+    m.members[1].send(ended=0)
+
+
+def test_killed_process_is_named(meeting):
+    m = meeting(3)
+    m.start()
+    # What its peers end with when the connection to it breaks, and they may be the first to say so.
+    m.members[0].send(ended=1, how="ended with exit code 1")
+    m.members[2].send(ended=-6, how="was ended by SIGABRT")
+    m.members[1].close()
+    for process in (0, 2):
+        line = m.hears(process, "stop")
+        assert line.startswith("process 1 of 3 (host ") and "is gone: it was killed, or its host is down" in line
+
+
+def test_the_cause_comes_before_its_consequences(meeting):
+    m = meeting(3)
+    m.start()
+    m.members[0].send(ended=1, how="ended with exit code 1")
+    m.members[1].send(ended=2, how="ended with exit code 2", own=True)
+    assert m.hears(2, "stop").startswith("process 1 of 3")
+    m.members[2].send(ended=-9, how="was ended by SIGKILL", killed=True)
+
+
+def test_silence(meeting):
+    m = meeting(2, silence=1.0)
+    m.start()
+    assert "process 1 of 2" in (line := m.hears(0, "stop")) and "silent for 1 s (heartbeat_timeout)" in line
+
+
+def test_pings_break_the_silence(meeting):
+    m = meeting(2, silence=1.0)
+    m.start()
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        assert not any("stop" in message for member in m.members.values() for message in member.poll(0.05))
+    assert not any(member.silent for member in m.members.values())
+
+
+@pytest.mark.parametrize(
+    "stages, message",
+    [
+        (["joined", None, "joined"], "process 1 did not join JAX's processes within 1 s (distributed_timeout)"),
+        (["ready", "joined", "ready"], "start-up self-test: process 1 did not get through an all-reduce over all"),
+        (["joined"] * 3, "start-up self-test: all processes did not get through an all-reduce over all devices"),
+    ],
+)
+def test_self_test_that_hangs(meeting, stages, message):
+    m = meeting(3, timeout=1.0)
+    m.start()
+    for process, stage in enumerate(stages):
+        if stage:
+            m.members[process].send(stage=stage)
+    assert m.hears(2, "stop").startswith(message)
