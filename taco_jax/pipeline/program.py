@@ -1,0 +1,9 @@
+"""What the training step asks of a pipeline: the loss of a batch under any schedule, and what goes with it."""
+
+from __future__ import annotations
+
+from taco_jax.pipeline.circular import loss
+from taco_jax.pipeline.send import AXIS, SITE, plan
+from taco_jax.pipeline.stages import sum_over_stages
+
+__all__ = ["AXIS", "SITE", "loss", "plan", "sum_over_stages"]
