@@ -290,11 +290,7 @@ class Program:
             params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
             slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
 
-            def loss(params, slots, tokens_BL):
-                nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
-                return nll / predicted
-
-            gradient = jax.value_and_grad(loss, argnums=(0, 1))
+            gradient = self._value_and_grad(exponents, predicted)
             if config.accumulation == 1:
                 total, (grads, measures) = gradient(params, slots, tokens_BL)
             else:
@@ -319,6 +315,21 @@ class Program:
             out_specs=(P(), self._param_specs, P()),
         )
         return run(state.params, exponents, tokens)
+
+    def _value_and_grad(self, exponents, predicted: int):
+        """f(params, slots, tokens int32[B, L + 1]) -> (part of the mean loss over `predicted` tokens, gradients)."""
+
+        def loss(params, slots, tokens_BL):
+            nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
+            return nll / predicted
+
+        def one_f1b(params, slots, tokens_BL):
+            batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
+            model = self.config.model, self.parallel, self._stages
+            return pipeline.value_and_grad(params, slots, exponents, *batch, 1 / predicted, *model)
+
+        explicit = self._stages is not None and self._stages.kind == "1f1b"
+        return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
 
     def _eval(self, state: TrainState, batch):
         tokens = batch["tokens"]

@@ -48,19 +48,19 @@ def where_true(predicate, function: Callable[[], Any], axes) -> Any:
     return lax.cond(predicate, result, zeros)
 
 
-def own_scales(state: State, chunks: int) -> dict[str, SiteScales | None]:
-    """The scales of this stage's layers, each array [V, N, ...] of one of [n_layers, ...].
+def own(a: jax.Array, chunks: int) -> jax.Array:
+    """The part of [n_layers, ...] that belongs to this stage, [V, N, ...].
 
-    The cotangent of the slots is zero for the layers of other stages, so one maximum over devices still serves all.
+    The cotangent of the whole is zero for the layers of other stages, so one maximum over devices still serves all.
     """
-    stages, stage = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    a = a.reshape(chunks, -1, *a.shape[1:])
+    size = a.shape[1] // lax.axis_size(AXIS)
+    return lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS) * size, size, axis=1)
 
-    def own(a):
-        a = a.reshape(chunks, -1, *a.shape[1:])
-        size = a.shape[1] // stages
-        return lax.dynamic_slice_in_dim(a, stage * size, size, axis=1)
 
-    return {site: jax.tree.map(own, state.get(site)) for site in decoder.LAYER_SITES}
+def own_scales(state: State, chunks: int) -> dict[str, SiteScales | None]:
+    """The scales of this stage's layers, each array `own`'s part of it."""
+    return {site: jax.tree.map(lambda a: own(a, chunks), state.get(site)) for site in decoder.LAYER_SITES}
 
 
 def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
