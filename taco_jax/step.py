@@ -339,7 +339,8 @@ class Program:
             params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
 
             def microbatch(carry, batch):
-                return jax.tree.map(jnp.add, carry, self._loss(params, exponents, {}, *batch)), None
+                result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
+                return jax.tree.map(jnp.add, carry, result), None
 
             # In the microbatches of a step: what can be trained can be validated.
             cut = lambda a: a.reshape(self.config.accumulation, -1, a.shape[-1])
@@ -351,13 +352,13 @@ class Program:
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
         return run(state.params, self._exponents(state), tokens, weights)
 
-    def _loss(self, params, exponents, slots, tokens_BL, weights_BL):
+    def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
         batch = tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp")
         model = self.config.model, self.parallel, scales
         if self._stages is None:
             return decoder.loss(params, *batch, *model)
-        return pipeline.loss(params, *batch, *model, self._stages)
+        return pipelined(params, *batch, *model, self._stages)
 
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
         calibrated = state.step >= self.config.compression.calibration_steps

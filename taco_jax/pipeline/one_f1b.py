@@ -136,10 +136,8 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
         ct_BLD, measures = pull(ct_BLD)
         return (ring_RBLD, received_BLD, ct_BLD, sums.plus({}, measures)), None
 
-    length = tokens_BL.shape[1] // (lax.axis_size(par.axis) if par.sequence_parallel else 1)
-    shape = (tokens_BL.shape[0] // schedule.microbatches, length, config.d_model)
-    nothing_BLD = to_varying(jnp.zeros(shape, par.dtype), axes)
-    ring_RBLD = to_varying(jnp.zeros((schedule.in_flight, *shape), par.dtype), axes)
+    nothing_BLD = to_varying(stages.nothing(tokens_BL, config, par, schedule), axes)
+    ring_RBLD = jnp.zeros_like(nothing_BLD, shape=(schedule.in_flight, *nothing_BLD.shape))
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     sums = _Sums(zeros(params), zeros(slots), to_varying(jnp.zeros(()), loss_axes))
     (*_, sums), _ = lax.scan(tick, (ring_RBLD, nothing_BLD, nothing_BLD, sums), jnp.arange(schedule.ticks))

@@ -22,6 +22,7 @@ from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import norm
 from taco_jax.models.parallel import Parallel
+from taco_jax.pipeline.schedule import Schedule
 from taco_jax.pipeline.send import AXIS
 from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
@@ -46,6 +47,12 @@ def where_true(predicate, function: Callable[[], Any], axes) -> Any:
     result = lambda: jax.tree.map(lambda y: to_varying(y, axes), function())
     zeros = lambda: jax.tree.map(lambda y: to_varying(jnp.zeros(y.shape, y.dtype), axes), shapes)
     return lax.cond(predicate, result, zeros)
+
+
+def nothing(tokens_BL: jax.Array, config: ModelConfig, par: Parallel, schedule: Schedule) -> jax.Array:
+    """Zeros of the shape of one microbatch's activations, of the tokens of all."""
+    length = tokens_BL.shape[1] // (lax.axis_size(par.axis) if par.sequence_parallel else 1)
+    return jnp.zeros((tokens_BL.shape[0] // schedule.microbatches, length, config.d_model), par.dtype)
 
 
 def own(a: jax.Array, chunks: int) -> jax.Array:
