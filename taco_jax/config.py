@@ -377,6 +377,13 @@ def _check_batch(config: TrainConfig) -> None:
         )
 
 
+def microbatch(config: TrainConfig) -> int:
+    """Sequences that go through a layer at once on one device, all chains together."""
+    schedule = pipeline_schedule(config)
+    parts = config.mesh.dp * config.accumulation * (1 if schedule is None else schedule.microbatches)
+    return config.global_batch // parts
+
+
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:
     """The schedule of a run's pipeline; None where mesh.pp is 1. Only circular has several chunks."""
     p, stages = config.pipeline, config.mesh.pp

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,11 @@ class Program:
             loss_chunk=config.loss_chunk,
             precision="highest" if config.compute_dtype == "float32" else None,
         )
-        self._stages = pipeline_schedule(config)
-        self._chunks = layout.chunks_of(self._stages)
+        self.schedule_of_stages = pipeline_schedule(config)
+        self._chunks = layout.chunks_of(self.schedule_of_stages)
         # The axes over which parameters that are whole there have gradients of their own on every rank.
-        self._axes = ("dp",) if self._stages is None else ("dp", pipeline.AXIS)
-        self._param_specs = layout.specs(decoder.param_specs(config.model, config.mesh.tp), self._stages)
+        self._axes = ("dp",) if self.schedule_of_stages is None else ("dp", pipeline.AXIS)
+        self._param_specs = layout.specs(decoder.param_specs(config.model, config.mesh.tp), self.schedule_of_stages)
         self._site_shapes = {
             site: (config.model.n_layers,) if site.startswith("layers/") else ()
             for site, compression in self.parallel.plan
@@ -121,13 +122,21 @@ class Program:
     @property
     def codecs(self) -> list[str]:
         """The codecs of all sites and directions."""
-        compressions = {c for _, c in self.parallel.plan if c is not None}
+        return self._codecs_of(site for site, _ in self.parallel.plan)
+
+    @property
+    def codecs_of_sums(self) -> list[str]:
+        """Those of all sites but that of the stages, whose messages are no sums over tp."""
+        return self._codecs_of(site for site, _ in self.parallel.plan if site != pipeline.SITE)
+
+    def _codecs_of(self, names: Iterable[str]) -> list[str]:
+        compressions = [c for c in map(self.parallel.compression, names) if c is not None]
         return sorted({codec for c in compressions for codec in (c.forward, c.backward)})
 
     def _check_codecs(self) -> None:
         """What would else come up as a traceback from within the step: a file of tuned values."""
         device = self.mesh.devices.flat[0]
-        for codec in self.codecs:
+        for codec in self.codecs_of_sums:
             try:
                 tuned.find(codec, self.config.mesh.tp, device)
             except tuned.TunedFileError as error:
@@ -161,7 +170,7 @@ class Program:
     def stored_shapes(self) -> TrainState:
         if self._chunks == 1:
             return self.state_shapes
-        whole = dataclasses.replace(self._stages, chunks=1)
+        whole = dataclasses.replace(self.schedule_of_stages, chunks=1)
         specs = layout.specs(decoder.param_specs(self.config.model, self.config.mesh.tp), whole)
         return self._abstract_state(specs, lambda key: self._each_param(layout.join, self._new_state(key)))
 
@@ -304,7 +313,7 @@ class Program:
                 with sites.repeat(config.accumulation):
                     (total, grads), measures = lax.scan(microbatch, zeros, tokens_ABL)
                 measures = jax.tree.map(merge_uses, measures)
-            if self._stages is not None:
+            if self.schedule_of_stages is not None:
                 total, grads = pipeline.sum_over_stages(total, grads)
             return _dp_sum("dp/loss", total), _dp_sum("dp/grads", grads), _over_devices(measures)
 
@@ -325,10 +334,10 @@ class Program:
 
         def one_f1b(params, slots, tokens_BL):
             batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
-            model = self.config.model, self.parallel, self._stages
+            model = self.config.model, self.parallel, self.schedule_of_stages
             return pipeline.value_and_grad(params, slots, exponents, *batch, 1 / predicted, *model)
 
-        explicit = self._stages is not None and self._stages.kind == "1f1b"
+        explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
         return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
 
     def _eval(self, state: TrainState, batch):
@@ -356,9 +365,9 @@ class Program:
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
         batch = tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp")
         model = self.config.model, self.parallel, scales
-        if self._stages is None:
+        if self.schedule_of_stages is None:
             return decoder.loss(params, *batch, *model)
-        return pipelined(params, *batch, *model, self._stages)
+        return pipelined(params, *batch, *model, self.schedule_of_stages)
 
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
         calibrated = state.step >= self.config.compression.calibration_steps

@@ -143,6 +143,12 @@ class Run:
             f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
             f"codec {config.compression.forward} forward, {config.compression.backward} backward"
         )
+        if config.mesh.pp > 1:
+            schedule = self.program.schedule_of_stages
+            say(
+                f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}; stages "
+                f"send {config.pipeline.forward} forward, {config.pipeline.backward} backward"
+            )
         say(
             f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
@@ -292,15 +298,16 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int) -> Non
         loss, perplexity = record["validation_loss"], record["validation_perplexity"]
         say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
     comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
+    axes = "tensor-parallel" if config.mesh.pp == 1 else "tensor- and pipeline-parallel"
     if comm:
         steps = step - first_step
         say(
-            f"tensor-parallel activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
+            f"{axes} activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
             f"bf16: ratio {bf16 / comm:.2f}; {steps * comm / 1e9:.2f} instead of {steps * bf16 / 1e9:.2f} GB in "
             f"the {steps} steps of this run"
         )
     else:
-        say("tensor-parallel activation traffic: none")
+        say(f"{axes} activation traffic: none")
     places = []
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:
