@@ -45,12 +45,24 @@ def program(config: TrainConfig) -> Program:
 
 def state(p: Program):
     """A state in which every parameter matters: biases and norm scales are random too. The same on every mesh."""
-    stored = p.to_stored(p.init(jax.random.key(0)))
-    leaves, structure = jax.tree.flatten(stored.params)
-    rng = np.random.default_rng(1)
-    nudge = lambda a: a + 0.1 * rng.standard_normal(a.shape).astype(np.float32) if a.max() == a.min() else a
-    nudged = [jax.device_put(nudge(np.asarray(a)), a.sharding) for a in leaves]
-    return p.from_stored(dataclasses.replace(stored, params=jax.tree.unflatten(structure, nudged)))
+    stored = p.stored_shapes
+    vocabulary = p.config.model.vocab_size
+    leaves, structure = jax.tree_util.tree_flatten_with_path(stored.params)
+
+    def param(number, path, leaf):
+        # Rows and columns that pad the vocabulary to the mesh are zeros.
+        ends = [
+            slice(vocabulary) if path[0].key in ("embed", "head") and n >= vocabulary else slice(n) for n in leaf.shape
+        ]
+        value = np.zeros(leaf.shape, np.float32)
+        real = value[tuple(ends)]
+        std = 0.1 if path[-1].key in ("bias", "scale") else p.config.model.init_std
+        real[:] = std * np.random.default_rng(number).standard_normal(real.shape) + (path[-1].key == "scale")
+        return jax.device_put(value, leaf.sharding)
+
+    params = [param(number, *leaf) for number, leaf in enumerate(leaves)]
+    zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), stored)
+    return p.from_stored(dataclasses.replace(zeros, params=jax.tree.unflatten(structure, params)))
 
 
 class Result(NamedTuple):

@@ -135,7 +135,8 @@ def test_only_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches(sched
     assert growth <= 1.05 if schedule == "1f1b" else growth > 2
 
 
-@pytest.mark.parametrize("schedule", ["circular", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_validation(schedule):
     def evaluate(config):
         p = program(config)
