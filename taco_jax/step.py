@@ -1,9 +1,9 @@
 """The training step: one jitted program that donates its state.
 
-A full-manual shard_map over (dp, pp, tp) holds forward pass, gradient and the sum over dp; around it, in the same
-program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32: the
-float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and accumulated
-microbatches need it once.
+A full-manual shard_map over (dp, pp, tp) holds forward pass, pipeline, gradient and the sum over dp; around it, in the
+same program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32:
+the float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and
+accumulated microbatches need it once.
 
 Dim letters: A microbatches, B sequences, L tokens, K slot width.
 """

@@ -2,8 +2,9 @@
 
 Stage s of S takes microbatch m forward in tick m + s and backward in tick m + 2 (S - 1) - s; the last stage does both
 in one tick. Only a stage's input is kept in between, in a ring of 2 S - 1 microbatches whatever their number; the
-backward tick runs the stage again, its tensor-parallel messages too (the site table counts them twice). Autodiff sees
-one stage and one microbatch at a time: gradients are added up in float32 over the ticks.
+backward tick runs the stage again, its tensor-parallel messages too. The site table counts them twice; of the
+embedding's second one XLA leaves out what no measure needs. Autodiff sees one stage and one microbatch at a time:
+gradients are added up in float32 over the ticks.
 
 An empty pass is a conditional's other branch: it computes nothing and sends nothing to ranks of tp. Messages between
 stages are one program for all ranks and travel in every tick.
