@@ -1,14 +1,14 @@
-"""Sums over GPUs joined by NVLink: one kernel against jax.lax.psum of bf16 and against separate kernels with NCCL.
+"""Collectives over GPUs joined by NVLink: one kernel against jax.lax's of bf16 and separate kernels with NCCL.
 
     python experiments/bench_allreduce.py --out experiments/results/allreduce
 
-Each time is the median over repeats of programs of dependent sums, as many as take a few milliseconds, queued one after
-the other so that launching them costs nothing; baseline and codecs are measured in turn. Bus GB/s count what a sum of
-bf16 must move, 2 (P-1)/P of the array, whatever is sent: they are NCCL's bus bandwidth for `none`, and what NCCL would
-need to be as fast for a codec. Small sizes: below the crossover, `min_bytes` of a layer keeps jax.lax.psum's own
-program.
+Each time is the median over repeats of programs of dependent collectives, as many as take a few milliseconds, queued
+one after the other so that launching them costs nothing; baseline and codecs are measured in turn. Elements are those
+of the whole array: what is summed, scattered, or gathered. Bus GB/s count what bf16 must move of it, 2 (P-1)/P for a
+sum and half of that for the others, whatever is sent: they are NCCL's bus bandwidth for `none`, and what NCCL would
+need to be as fast for a codec. Below the crossover, `min_bytes` of a layer keeps jax.lax's own program.
 
-output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/allreduce.png
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/<operation>.png
 """
 
 from __future__ import annotations
@@ -36,24 +36,47 @@ from taco_jax import cli
 from taco_jax.plan import LINKS
 
 CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
-# Sums of a program of small arrays: to start one takes a few hundred microseconds.
-MOST_SUMS, MEGAELEMENTS = 64, 256
+# Calls of a program of small arrays: to start one takes a few hundred microseconds.
+MOST_CALLS, MEGAELEMENTS = 64, 256
 
 
-def program(mesh, sums: int, codec: str, link: str, algorithm: str):
-    """x [ranks, elements] -> that many dependent sums of every rank's row, CHAIN of them at a time in a loop."""
+def psum(x, ranks: int, algorithm: str, **options):
+    y = taco_jax.psum(x, "tp", algorithm=algorithm, **options)
+    return y, lax.pcast(y, "tp", to="varying")
+
+
+# The others change their argument's shape: of the result one value goes into the next argument, in its place.
+def psum_scatter(x, ranks: int, algorithm: str, **options):
+    y = taco_jax.psum_scatter(x.reshape(ranks, -1), "tp", **options)
+    return y, x.at[0].set(y[0])
+
+
+def all_gather(x, ranks: int, algorithm: str, **options):
+    y = taco_jax.all_gather(x, "tp", **options).reshape(-1)
+    return y, x.at[0].set(y[0])
+
+
+OPERATIONS = {f.__name__: f for f in (psum, psum_scatter, all_gather)}
+
+
+def program(mesh, operation: str, calls: int, codec: str, link: str, algorithm: str):
+    """x [ranks, n] -> (the next argument, the last result) of that many dependent calls on every rank's row, CHAIN of
+    them at a time in a loop."""
+    options = {"codec": codec, "link": link, "algorithm": algorithm}
+    call = functools.partial(OPERATIONS[operation], ranks=mesh.size, **options)
 
     def chain(x):
         for _ in range(CHAIN):
-            y = taco_jax.psum(x[0], "tp", codec=codec, link=link, algorithm=algorithm)
-            x = lax.pcast(y, "tp", to="varying")[None]
-        return x
+            y, x = call(x)
+        return y, x
+
+    def again(x):
+        # Values of sums grow by the ranks with each, and must stay finite.
+        return chain(x)[1] * mesh.size**-CHAIN if operation == "psum" else chain(x)[1]
 
     def body(x):
-        if sums == CHAIN:
-            return chain(x)
-        # Values grow by the ranks with each sum, and must stay finite.
-        return lax.fori_loop(0, sums // CHAIN, lambda _, x: chain(x) * mesh.size**-CHAIN, x)
+        y, x = chain(lax.fori_loop(1, calls // CHAIN, lambda _, x: again(x), x[0]))
+        return x[None], y[None]
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
 
@@ -74,21 +97,23 @@ def parse(text: str) -> dict[str, tuple[str, str, str]]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--operation", default="psum", help=", ".join(OPERATIONS))
     parser.add_argument("--codecs", default="taco,taco:nccl,int8h,int6h,int4h", help="name or name:link:algorithm")
     parser.add_argument("--kiloelements", default="128,512,1024,4096,16384,65536,262144")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
+    (operation,) = runs.choices("--operation", args.operation, OPERATIONS)
     variants = {"none": ("none", "nccl", "auto")} | parse(args.codecs)
     sizes = runs.numbers("--kiloelements", args.kiloelements, 8)
     runs.require(args.repeats >= 1, "--repeats", args.repeats, "must be at least 1")
     devices = jax.devices()
-    runs.require(len(devices) > 1, "devices", len(devices), "a sum needs at least 2")
+    runs.require(len(devices) > 1, "devices", len(devices), "a collective needs at least 2")
     runs.folder("--out", args.out)
     mesh = jax.make_mesh((len(devices),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     results: dict[str, dict] = {}
     for kilo in sizes:
-        results[str(kilo)] = measure(mesh, variants, kilo << 10, args.repeats)
+        results[str(kilo)] = measure(mesh, operation, variants, kilo << 10, args.repeats)
         for name, r in results[str(kilo)].items():
             print(
                 f"{kilo / 1024:8.3f}M {name:16} {r['us']:9.1f} us {r['bus_gb_s']:6.0f} GB/s {r['speedup']:.2f}x "
@@ -97,29 +122,30 @@ def main(arguments: Sequence[str]) -> None:
         write(args, len(devices), {k: results[k] for k in sorted(results, key=int)})
 
 
-def measure(mesh, variants: dict, elements: int, repeats: int) -> dict[str, dict]:
+def measure(mesh, operation: str, variants: dict, elements: int, repeats: int) -> dict[str, dict]:
     ranks = mesh.size
-    draw = functools.partial(jax.random.normal, shape=(ranks, elements))
+    given = elements // ranks if operation == "all_gather" else elements
+    draw = functools.partial(jax.random.normal, shape=(ranks, given))
     sharding = NamedSharding(mesh, P("tp"))
     x = jax.jit(lambda key: draw(key).astype(jnp.bfloat16), out_shardings=sharding)(jax.random.key(0))
-    sums = CHAIN * max(1, min(MOST_SUMS, (MEGAELEMENTS << 20) // elements) // CHAIN)
+    calls = CHAIN * max(1, min(MOST_CALLS, (MEGAELEMENTS << 20) // elements) // CHAIN)
     functions, results = {}, {}
     for name, variant in variants.items():
-        functions[name] = program(mesh, sums, *variant)
-        y = jax.block_until_ready(functions[name](x))
+        functions[name] = program(mesh, operation, calls, *variant)
+        _, y = jax.block_until_ready(functions[name](x))
         results[name] = np.asarray(y.addressable_shards[0].data[0, : 1 << 20], np.float32)
     reference = results["none"]
     error = {n: float(np.linalg.norm(y - reference) / np.linalg.norm(reference)) for n, y in results.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, function in functions.items():
-            times[name].append(timing.seconds(function, x, calls=sums, programs=PROGRAMS, repeats=repeats))
+            times[name].append(timing.seconds(function, x, calls=calls, programs=PROGRAMS, repeats=repeats))
     medians = {name: statistics.median(t) for name, t in times.items()}
-    moved = 2 * (ranks - 1) / ranks * elements * 2
+    moved = (2 if operation == "psum" else 1) * (ranks - 1) / ranks * elements * 2
     return {
         name: {
             "us": 1e6 * t, "bus_gb_s": moved / t / 1e9, "speedup": medians["none"] / t, "relative_error": error[name],
-            "slowest_us": 1e6 * max(times[name]), "fastest_us": 1e6 * min(times[name]), "sums": sums,
+            "slowest_us": 1e6 * max(times[name]), "fastest_us": 1e6 * min(times[name]), "calls": calls,
         }
         for name, t in medians.items()
     }  # fmt: skip
@@ -129,10 +155,10 @@ def write(args, ranks: int, results: dict) -> None:
     names = list(next(iter(results.values())))
     linked = hardware.missing(jax.devices()[0].device_kind) or "NVLink"
     lines = [
-        *runs.header(f"Sums over {ranks} GPUs", args.commit),
-        f"link: {linked}. `none` is jax.lax.psum of bf16, NCCL's own; `name:nccl` separate kernels with NCCL between "
-        f"them, the others one kernel. A program of more than {CHAIN} sums is a loop of them and a scaling; relative "
-        "error after all sums.",
+        *runs.header(f"{args.operation} over {ranks} GPUs", args.commit),
+        f"link: {linked}. `none` is jax.lax.{args.operation} of bf16, NCCL's own; `name:nccl` separate kernels with "
+        f"NCCL between them, the others one kernel. A program is of up to {MOST_CALLS} dependent calls; relative error "
+        "of the last one's result.",
         "",
         "| elements | " + " | ".join(f"{n}, us (bus GB/s)" for n in names) + " | "
         + " | ".join(f"{n}: times as fast (error)" for n in names[1:]) + " |",
@@ -145,10 +171,10 @@ def write(args, ranks: int, results: dict) -> None:
         lines.append(f"| {size} | {times} | {ratios} |")
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
     (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(ranks, results, args.out / "allreduce.png")
+    plot(f"{args.operation} over {ranks} GPUs", results, args.out / f"{args.operation}.png")
 
 
-def plot(ranks: int, results: dict, path: Path) -> None:
+def plot(title: str, results: dict, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,8 +188,8 @@ def plot(ranks: int, results: dict, path: Path) -> None:
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("million elements (2^20) of bf16")
-    axis.set_ylabel("times as fast as jax.lax.psum")
-    axis.set_title(f"sum over {ranks} GPUs")
+    axis.set_ylabel("times as fast as NCCL's of bf16")
+    axis.set_title(title)
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -6,11 +6,13 @@
 Takes the trainer's flags. The program is the exact one, but every message that a codec could have made smaller, all
 rows "activation" of the trainer's table, is made up of this rank's own values: a sum is its own term, a gathered array
 repeats its own part. The same matmuls, memory and schedule, and no waiting. The losses it prints mean nothing.
-(`link_study.py` runs it for the codec name "free".)
+(`link_study.py` runs it for the codec name "free", and `bench_step.py` compiles it.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 
 import jax
@@ -63,9 +65,19 @@ def primitive_of(name: str):
     return inner.primitive
 
 
-def leave_out_messages() -> None:
-    """From here on, exact messages of taco_jax compile to what the rank has itself."""
+@contextlib.contextmanager
+def messages_left_out():
+    """Exact messages of taco_jax that are traced and lowered inside of it compile to what the rank has itself."""
+    _teach_lowering()
     differentiable.lax = _MarkedLax()
+    try:
+        yield
+    finally:
+        differentiable.lax = lax
+
+
+@functools.cache
+def _teach_lowering() -> None:
     for name, free in FREE.items():
         primitive = primitive_of(name)
         # A rule of one platform goes before the one for all.
@@ -85,9 +97,9 @@ def _rule(sent, free):
 
 
 def main(args) -> int:
-    leave_out_messages()
     # Gradients of sums that are not there need not be finite, and the steps count all the same.
-    return train.main([*args, "--max-skipped-in-a-row", str(10**9)])
+    with messages_left_out():
+        return train.main([*args, "--max-skipped-in-a-row", str(10**9)])
 
 
 if __name__ == "__main__":

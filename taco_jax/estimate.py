@@ -118,7 +118,8 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
     ranks, given = program.config.mesh.tp, program.config.compression.min_bytes
     if given is not None:
         return f"  {codec:12} messages from {given:,} bytes, as configured"
-    least, file = tuned.default_min_bytes(codec, ranks, device), tuned.path(device.platform)
+    link = program.config.compression.link
+    least, file = tuned.default_min_bytes(codec, ranks, device, link), tuned.path(device.platform)
     if tuned.find(codec, ranks, device) is not None:
         source = f"tuned for {tuned.entry_name(device.device_kind, ranks)} in {file}"
     elif file is None:
@@ -133,8 +134,10 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
 
 def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
     """Says it where chains alone make the layers' messages too small to be compressed."""
-    given, chains = program.config.compression.min_bytes, program.config.chains
-    least = tuned.default_min_bytes(codec, program.config.mesh.tp, device) if given is None else given
+    compression, chains, ranks = program.config.compression, program.config.chains, program.config.mesh.tp
+    least = compression.min_bytes
+    if least is None:
+        least = tuned.default_min_bytes(codec, ranks, device, compression.link)
     rows = [r for r in program.table.rows() if r.site.startswith("layers/") and r.codec == "none"]
     sizes = {r.elements * jnp.dtype(r.dtype).itemsize for r in rows}
     cut = sorted(size for size in sizes if size < least <= size * chains)

@@ -152,11 +152,17 @@ class Program:
     def _new_state(self, key) -> TrainState:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
         params = jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
-        scales = {
-            site: new_scale_state(shape, self.config.compression.history) for site, shape in self._site_shapes.items()
-        }
         zero = np.int32(0)
-        return TrainState(zero, params, self._optimizer.init(params), jax.tree.map(jnp.asarray, scales), zero, zero)
+        return TrainState(zero, params, self._optimizer.init(params), self._new_scales(), zero, zero)
+
+    def _new_scales(self):
+        history = self.config.compression.history
+        scales = {site: new_scale_state(shape, history) for site, shape in self._site_shapes.items()}
+        return jax.tree.map(jnp.asarray, scales)
+
+    def init_scales(self):
+        """The `scales` of a new state, on the mesh."""
+        return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
 
     def to_stored(self, state: TrainState) -> TrainState:
         """The state as checkpoints have it, of shapes that do not depend on mesh or schedule: `stored_shapes`."""

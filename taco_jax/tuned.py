@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from pallas_kernels import nvlink
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec import CODECS
@@ -30,9 +31,9 @@ from taco_jax.plan import EXCHANGES, MAX_CHUNKS
 VARIABLE = "TACO_JAX_TUNED"
 # Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
 DEFAULT_MIN_BYTES = 1 << 20
-# Over NVLink a sum of 8 MiB in bf16 is as fast as it is; one of 32 MiB is 1.7 times as fast with 8 bits in one kernel,
-# and 1.1 times in several.
-NVLINK_MIN_BYTES = 16 << 20
+# Over NVLink a sum of 2 MiB of bf16 in one kernel is 1.2 times as fast as NCCL's, but has kernels beside it that keep
+# the scales; one of 8 MiB is 1.4 times as fast. In several kernels one of 32 MiB is as fast, one of 128 MiB 1.2 times.
+NVLINK_MIN_BYTES, SEPARATE_MIN_BYTES = 4 << 20, 64 << 20
 NEVER = 1 << 62
 
 
@@ -195,15 +196,17 @@ def find(codec_name: str, ranks: int, device=None) -> Tuned | None:
     return read(file).get(entry_name(device.device_kind, ranks), {}).get(codec_name)
 
 
-def default_min_bytes(codec_name: str, ranks: int, device=None) -> int:
-    """The message size from which a layer compresses when its `min_bytes` is None."""
+def default_min_bytes(codec_name: str, ranks: int, device=None, link: str = "auto") -> int:
+    """The message size from which a layer compresses when its `min_bytes` is None. link: as of `Compression`."""
     device = region_device() if device is None else device
     tuned = find(codec_name, ranks, device)
     if tuned is None:
         if device.platform == "cpu":
             return 0
-        linked = hardware.missing(device.device_kind) is None
-        return NVLINK_MIN_BYTES if linked else DEFAULT_MIN_BYTES
+        if hardware.missing(device.device_kind) is not None:
+            return DEFAULT_MIN_BYTES
+        in_one_kernel = link != "nccl" and nvlink.device_obstacle(device) is None
+        return NVLINK_MIN_BYTES if in_one_kernel else SEPARATE_MIN_BYTES
     return NEVER if tuned.min_bytes is None else tuned.min_bytes
 
 

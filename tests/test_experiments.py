@@ -25,6 +25,15 @@ BAD = [
     ("bench_psum", ["--repeats", "0"], "--repeats=0: must be at least 1"),
     ("bench_psum", ["--megaelements", "0"], "--megaelements=0: must be integers of at least 1"),
     ("bench_psum", ["--megaelements", "1,x"], "--megaelements=1,x: must be integers of at least 1"),
+    ("bench_allreduce", ["--operation", "psums"], "--operation='psums': did you mean 'psum'?"),
+    ("bench_step", [*LINKS, "--variants", "none,free,tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
+    ("bench_step", [*LINKS, "--variants", "none,taco"], "--variants=none,taco: must have none and free to compare"),
+    ("bench_step", [*LINKS, "--variants", "none,free,taco:0"], "--variants (chains)=0: must be integers of at least 1"),
+    ("bench_step", [*LINKS, "--variants", "none,free,taco:2:x"], "--variants (link)='x': "),
+    ("bench_step", [*LINKS, "--variants", "none,free,taco,taco"], "must name each variant once"),
+    ("bench_step", [*LINKS, "--rounds", "0"], "--rounds=0: must be at least 1"),
+    ("bench_step", [*LINKS, "--chains", "2"], "--chains 2: no flag for a study's runs: a variant has its own"),
+    ("bench_step", [*LINKS, "--mesh.tp", "3"], "3"),
     ("tokenize_corpus", ["--corpus", ".", "--merges", "nowhere"], "--merges=nowhere: no such file; name GPT-2's"),
     ("tokenize_corpus", ["--corpus", "nowhere", "--merges", "README.md"], "--corpus=nowhere: must be a folder with"),
     ("link_study", [*LINKS, "--links", "nvlinkk"], "--links='nvlinkk': did you mean 'nvlink'?"),
@@ -89,6 +98,16 @@ def test_the_ways_of_a_sum(program):
     assert program("bench_psum").parse("taco,int6h:2,int4h:4:ring") == {
         "taco": ("taco", 1, "auto"), "int6h:2": ("int6h", 2, "auto"), "int4h:4:ring": ("int4h", 4, "ring"),
     }  # fmt: skip
+
+
+def test_what_a_variant_saves_of_the_time_of_messages(program):
+    study = program("bench_step")
+    assert study.parse("none,free,taco:2:nccl")[2] == study.Variant("taco:2:nccl", "taco", 2, "nccl")
+    found = study.summarise({"none": [0.2, 0.21, 0.19], "free": [0.1] * 3, "taco": [0.13, 0.12, 0.14]})
+    assert found["taco"]["saved"] == pytest.approx(0.7) and found["taco"]["speedup"] == pytest.approx(0.2 / 0.13)
+    assert found["none"]["saved"] == 0 and found["free"]["saved"] == 1
+    assert found["none"]["fastest_ms"] == pytest.approx(190) and found["none"]["slowest_ms"] == pytest.approx(210)
+    assert study.summarise({"none": [0.1], "free": [0.1]})["none"]["saved"] is None
 
 
 def record(step=1, **more):

@@ -4,6 +4,7 @@ import json
 import os
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from hlo import counts
@@ -102,12 +103,24 @@ def test_the_file_of_a_platform(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "platform, missing, expected", [("gpu", "no", 1 << 20), ("gpu", None, 16 << 20), ("cpu", None, 0)]
+    "platform, missing, link, expected",
+    [
+        ("gpu", "no", "auto", 1 << 20),
+        ("gpu", None, "auto", (4 if jax.__version_info__ >= (0, 11) else 64) << 20),
+        ("gpu", None, "nccl", 64 << 20),
+        ("cpu", None, "auto", 0),
+    ],
 )
-def test_the_default_is_the_links(platform, missing, expected, monkeypatch):
+def test_the_default_is_the_links(platform, missing, link, expected, monkeypatch):
     monkeypatch.setattr(hardware, "missing", lambda kind: missing)
-    device = SimpleNamespace(platform=platform, device_kind="some kind")
-    assert tuned.default_min_bytes("taco", 4, device) == expected
+    device = SimpleNamespace(platform=platform, device_kind="some kind", compute_capability="9.0")
+    assert tuned.default_min_bytes("taco", 4, device, link) == expected
+
+
+def test_the_default_of_gpus_without_nvlink_kernels(monkeypatch):
+    monkeypatch.setattr(hardware, "missing", lambda kind: None)
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
+    assert tuned.default_min_bytes("taco", 4, device) == 64 << 20
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Whole collectives in one Mosaic GPU kernel each, over NVLink: see `operations.py`.
 
-`obstacle` answers without a GPU; the operations are imported when they are first used, since importing Mosaic sets
+Both obstacles answer without a GPU; the operations are imported when they are first used, since importing Mosaic sets
 environment variables.
 """
 
-from pallas_kernels.nvlink.obstacles import OPERATIONS, obstacle
+from pallas_kernels.nvlink.obstacles import OPERATIONS, device_obstacle, obstacle
 
 _OPERATIONS = ("all_gather", "all_reduce", "message_bytes", "reduce_scatter")
 
@@ -17,4 +17,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["OPERATIONS", "obstacle", *_OPERATIONS]
+__all__ = ["OPERATIONS", "device_obstacle", "obstacle", *_OPERATIONS]

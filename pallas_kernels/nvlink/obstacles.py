@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.devices import compute_capability, describe
 from pallas_kernels.formats import Format
 from pallas_kernels.mosaic import obstacles as mosaic
+from pallas_kernels.nvlink import hardware
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 RANKS = (2, 4, 8)
+
+
+def device_obstacle(device) -> str | None:
+    """Why no NVLink kernel can run on `device`, whatever the link may be (`hardware.missing`); None where they can."""
+    if device.platform not in ("gpu", "cuda"):
+        return f"platform {device.platform!r} has no NVLink kernels"
+    if compute_capability(device) is None or compute_capability(device)[0] != 9:
+        return f"NVLink kernels need compute capability 9.0, not {describe(device)}"
+    if jax.process_count() > 1:
+        return "several processes drive these GPUs, and peer memory is for one that drives all"
+    if (reason := hardware.unfit_memory()) is not None:
+        return reason
+    return f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}" if _too_old() else None
 
 
 def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: int | None = None) -> str | None:
@@ -50,4 +65,4 @@ def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
     return operations.fits(fmt, operation, dtype, ranks)
 
 
-__all__ = ["OPERATIONS", "RANKS", "obstacle"]
+__all__ = ["OPERATIONS", "RANKS", "device_obstacle", "obstacle"]

@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
-from pallas_kernels.devices import compute_capability, describe, region_device
+from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
 from pallas_kernels.selection import PAPER
 from taco_jax import backend, sites
@@ -54,16 +54,10 @@ def takes(message: Message, operation: str, x: jax.Array) -> bool:
 def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
     """Why not, None where it goes; all but the order of the mesh's devices, which is known when it is lowered."""
     device = region_device()
-    if device.platform not in ("gpu", "cuda"):
-        return f"platform {device.platform!r} has no NVLink kernels"
-    if compute_capability(device) is None or compute_capability(device)[0] != 9:
-        return f"NVLink kernels need compute capability 9.0, not {describe(device)}"
+    if (reason := kernels.device_obstacle(device)) is not None:
+        return reason
     if message.backend not in ("auto", "mosaic"):
         return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
-    if jax.process_count() > 1:
-        return "several processes drive these GPUs, and peer memory is for one that drives all"
-    if (reason := hardware.unfit_memory()) is not None:
-        return reason
     if message.link == "auto" and (reason := hardware.missing(device.device_kind)) is not None:
         return reason
     if len(axis_tuple(message.axis)) != 1:

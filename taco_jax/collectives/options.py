@@ -37,7 +37,7 @@ class Options:
         ranks = lax.axis_size(self.axis)
         least, chunks, exchange = self.min_bytes, self.chunks, self.exchange
         if least is None and not codec.exact:
-            least = tuned.default_min_bytes(codec.name, ranks)
+            least = tuned.default_min_bytes(codec.name, ranks, link=self.link)
         if nbytes == 0 or (least is not None and nbytes < least):
             # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
             codec = as_codec("none")

@@ -1,0 +1,190 @@
+"""The training step with several codecs in turn, in one process: what compression gains of what sending costs.
+
+    python experiments/bench_step.py --config experiments/qwen7b.py --out experiments/results/step
+
+Compiles the trainer's step once for each variant, then runs a few steps of each, one variant after the other, round by
+round, from one set of parameters; other flags go to the trainer. `free` is the exact program without its messages
+(free_communication.py). With (t_none - t) / (t_none - t_free) a table says which share of the time that messages cost
+a variant saves. The link is the machine's; NCCL_P2P_DISABLE=1 before the command gives another one.
+
+variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import free_communication
+import jax
+import jax.numpy as jnp
+import runs
+
+from pallas_kernels.nvlink import hardware
+from taco_jax import cli, step
+from taco_jax.config import ConfigError, TrainConfig, check
+from taco_jax.mesh import make_mesh
+from taco_jax.plan import LINKS
+
+# Steps before the first that counts: allocation, the first collectives.
+WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """As given on the command line, and what it says."""
+
+    given: str
+    name: str
+    chains: int
+    link: str
+
+    @property
+    def flags(self) -> list[str]:
+        codec = "none" if self.name == "free" else self.name
+        return [*runs.codec_flags(codec), "--chains", str(self.chains), "--compression.link", self.link]
+
+
+def parse(text: str) -> list[Variant]:
+    """--variants, `none` and `free` among them. Raises ConfigError."""
+    variants = []
+    for given in text.split(","):
+        name, chains, link, *more = [*given.split(":"), *("1", "auto")[given.count(":") :]]
+        runs.codecs(name, pairs=False, more=["free"])
+        (count,) = runs.numbers("--variants (chains)", chains, 1)
+        runs.choices("--variants (link)", link, LINKS)
+        runs.require(not more, "--variants", repr(given), "must be name:chains:link")
+        variants.append(Variant(given, name, count, link))
+    names = [v.given for v in variants]
+    runs.require({"none", "free"} <= set(names), "--variants", text, "must have none and free to compare with")
+    runs.require(len(set(names)) == len(names), "--variants", text, "must name each variant once")
+    return variants
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A variant's step, and its state of the sites' scales; parameters are common to all."""
+
+    program: step.Program
+    step: Any
+    scales: Any
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, state, batch, steps: int):
+        """(seconds a step, the state after so many)."""
+        state = dataclasses.replace(state, scales=self.scales)
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = self.step(state, batch)
+        jax.block_until_ready(metrics)
+        seconds = (time.perf_counter() - start) / steps
+        self.scales = state.scales
+        return seconds, state
+
+
+def compiled(config: TrainConfig, mesh, free: bool) -> Compiled:
+    with free_communication.messages_left_out() if free else contextlib.nullcontext():
+        program = step.build(config, mesh)
+        return Compiled(program, program.step, program.init_scales())
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = runs.parser(__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--variants", default="none,free,taco,int6h,int4h")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps-per-round", type=int, default=4)
+    parser.add_argument("--commit", default=None, help="commit to name where there is no git")
+    args, flags = parser.parse_known_args(arguments)
+    variants = parse(args.variants)
+    runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
+    runs.require(args.steps_per_round >= 1, "--steps-per-round", args.steps_per_round, "must be at least 1")
+    runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
+    own = {"chains": "a variant has its own: name:chains:link", "compression.link": "likewise"}
+    config = runs.experiment(args.config, flags, own, validated=False)
+    configs = {v: check(cli.parse(["--config", args.config, *v.flags, *flags])) for v in variants}
+    runs.folder("--out", args.out)
+    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=max(v.chains for v in variants) > 1)
+    try:
+        mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    results = measure(configs, mesh, args.rounds, args.steps_per_round)
+    tokens = config.global_batch * config.data.sequence_length
+    text = table(results, tokens)
+    print(text, flush=True)
+    write(args, config, text, results)
+
+
+def measure(configs: dict[Variant, TrainConfig], mesh, rounds: int, steps: int) -> dict[str, dict]:
+    programs = {}
+    for variant, config in configs.items():
+        start = time.perf_counter()
+        programs[variant] = compiled(config, mesh, variant.name == "free")
+        print(f"compiled {variant.given} in {time.perf_counter() - start:.0f} s", flush=True)
+    first = next(iter(programs.values())).program
+    shape = first.batch_shapes["tokens"]
+    tokens = jax.random.randint(jax.random.key(1), shape.shape, 0, first.config.model.vocab_size, jnp.int32)
+    batch = {"tokens": jax.device_put(tokens, shape.sharding)}
+    state = first.init(jax.random.key(0))
+    for program in programs.values():
+        _, state = program.run(state, batch, WARM_UP)
+    for _ in range(rounds):
+        for program in programs.values():
+            seconds, state = program.run(state, batch, steps)
+            program.seconds.append(seconds)
+    return summarise({v.given: p.seconds for v, p in programs.items()})
+
+
+def summarise(seconds: dict[str, list[float]]) -> dict[str, dict]:
+    """Medians over rounds, fastest and slowest, and the share of what messages cost that a variant saves."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    cost = medians["none"] - medians["free"]
+    return {
+        name: {
+            "ms": 1e3 * medians[name], "fastest_ms": 1e3 * min(times), "slowest_ms": 1e3 * max(times),
+            "speedup": medians["none"] / medians[name],
+            "saved": (medians["none"] - medians[name]) / cost if cost > 0 else None,
+        }
+        for name, times in seconds.items()
+    }  # fmt: skip
+
+
+def table(results: dict[str, dict], tokens: int) -> str:
+    lines = [
+        f"| step of {tokens:,} tokens | ms (median) | fastest, slowest ms | times as fast as `none` | saved of what "
+        "messages cost |",
+        "|---" * 5 + "|",
+    ]
+    for name, r in results.items():
+        saved = "n/a" if r["saved"] is None else f"{r['saved']:.0%}"
+        spread = f"{r['fastest_ms']:.1f}, {r['slowest_ms']:.1f}"
+        lines.append(f"| {name} | {r['ms']:.1f} | {spread} | {r['speedup']:.3f}x | {saved} |")
+    return "\n".join(lines)
+
+
+def write(args, config: TrainConfig, text: str, results: dict) -> None:
+    linked = hardware.missing(jax.devices()[0].device_kind) or "NVLink"
+    report = [
+        *runs.header(f"{Path(args.config).stem}: one step, codecs in turn", args.commit),
+        f"link: {linked}. Mesh: dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}. {args.rounds} rounds of "
+        f"{args.steps_per_round} steps of each variant; `name:chains:link`. `free` sends nothing: no variant can be "
+        "faster, and ranks that send nothing do not wait for each other either.",
+        "",
+        text,
+    ]
+    (args.out / "README.md").write_text("\n".join(report) + "\n")
+    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
