@@ -121,7 +121,8 @@ class Checkpoints:
         Args:
           shapes: the state as ShapeDtypeStructs with the shardings of the current mesh.
           vocab_size: dims that differ must both be at least this long: only padding is cut or added.
-          fresh_scales: makes the site scales when the stored ones are of other sites or another history.
+          fresh_scales: makes the site scales, of which those take their place that are not stored (a pipeline's on a
+            checkpoint without) or have another history. Stored ones of sites that the run has not are left out.
         """
         args, targets = self._ocp.args, _fields(shapes)
         scales = targets.pop(_SCALES, None)
@@ -129,16 +130,22 @@ class Checkpoints:
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
         self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
         items = {"state": args.StandardRestore(targets, strict=False), "run": args.JsonRestore()}
-        same_scales = _described(scales) == _described(_tree(meta, _SCALES))
-        if same_scales and jax.tree.leaves(scales):
-            items[_SCALES] = args.StandardRestore(scales)
+        stored = _tree(meta, _SCALES) or {}
+        if scales and stored:
+            items[_SCALES] = args.StandardRestore(_alike(stored, scales))
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
-            restored[_SCALES] = found[_SCALES] if _SCALES in items else fresh_scales()
-            if not same_scales:
-                remarks.append("site scales start uncalibrated: the checkpoint's are of other sites or another history")
+            kept = [site for site in scales if _described(scales[site]) == _described(stored.get(site))]
+            restored[_SCALES] = scales and {site: found[_SCALES][site] for site in kept}
+            if len(kept) < len(scales) or (stored and not scales):
+                fresh = fresh_scales()
+                restored[_SCALES] = fresh | restored[_SCALES] if kept else fresh
+                which = f" of {', '.join(sorted(scales.keys() - set(kept)))}" if kept else ""
+                remarks.append(
+                    f"site scales{which} start uncalibrated: the checkpoint's are of other sites or another history"
+                )
         return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
 
     def _readable(self, step: int, read: Callable[[], Any]) -> Any:
@@ -180,6 +187,15 @@ def _fields(state: Any) -> dict[str, Any]:
 def _tree(meta: Any, item: str) -> Any:
     found = meta[item] if item in meta else None
     return getattr(found, "tree", found)
+
+
+def _alike(stored: Any, scales: Any) -> Any:
+    """What to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
+    leaf = jax.tree.leaves(scales)[0]
+    place = lambda meta: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=leaf.sharding)
+    whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}
+    same = {site for site in scales if _described(scales[site]) == _described(stored.get(site))}
+    return whole | {site: scales[site] for site in same}
 
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from taco_jax.models.config import ModelConfig
+from taco_jax.pipeline.schedule import SCHEDULES, Schedule
 from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
@@ -45,7 +46,7 @@ class MeshConfig:
     dp: int = 1
     """Data-parallel axis: copies of the model that each see another part of the batch."""
     pp: int = 1
-    """Pipeline-parallel axis: groups of layers on different devices (1 until pipelines are built)."""
+    """Pipeline-parallel axis: stages, groups of layers on different devices."""
     tp: int = 1
     """Tensor-parallel axis: devices that share every layer and exchange activations."""
 
@@ -80,6 +81,22 @@ class CompressionConfig:
     """First steps that only measure: every site runs uncalibrated until they are over."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites: pairs PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h:int6h; first match wins."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How microbatches go through the stages of mesh.pp > 1, and how what the stages send is written as bytes."""
+
+    schedule: str = "gpipe"
+    """Order of the work: gpipe, circular (several chunks of layers a stage) or 1f1b (bounded memory, recomputes)."""
+    microbatches: int = 4
+    """Parts of a device's batch that follow each other through the stages; more of them make the bubble smaller."""
+    chunks: int = 2
+    """Groups of layers on each stage of schedule=circular, which makes its bubble as many times smaller."""
+    forward: str = "int8h"
+    """Codec of the activations sent to the next stage; none sends them exactly."""
+    backward: str = "e4m3h"
+    """Codec of the activations' gradients sent back; none sends them exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +187,8 @@ class TrainConfig:
     """How the model is spread over devices."""
     compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
     """How tensor-parallel messages are compressed."""
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    """How stages work and send; used with mesh.pp above 1."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """Training and validation data."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -236,6 +255,8 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         "mesh.dp",
         "mesh.pp",
         "mesh.tp",
+        "pipeline.microbatches",
+        "pipeline.chunks",
         "data.sequence_length",
         "compression.history",
         "checkpoint.every",
@@ -260,6 +281,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
         ("compression.link", LINKS),
         ("compression.backend", BACKENDS),
         ("compression.exchange", EXCHANGES),
+        ("pipeline.schedule", SCHEDULES),
         ("data.token_dtype", TOKEN_DTYPES),
         ("remat", REMAT),
         ("attention_implementation", ATTENTION),
@@ -272,7 +294,6 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
             key,
             f"{nearest(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
         )
-    _require(config.mesh.pp == 1, config, "mesh.pp", "pipelines are not built yet; use 1")
     chunks = config.compression.chunks
     rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
     _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)
@@ -307,6 +328,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _require(batches is None or batches >= 0, config, "evaluation.batches", "must be 0 or more, or None for all")
     _check_batch(config)
     _check_model(config)
+    _check_stages(config)
     _check_codecs(config, codecs)
     parse_devices(config.devices)
     return config
@@ -349,13 +371,55 @@ def _check_batch(config: TrainConfig) -> None:
             f"global_batch={config.global_batch}: mesh.dp={config.mesh.dp} x accumulation="
             f"{config.accumulation} must divide it; try {near}"
         )
-    sequences = config.global_batch // parts
+    sequences, rule = config.global_batch // parts, "global_batch / (mesh.dp x accumulation)"
+    schedule = pipeline_schedule(config)
+    if schedule is not None:
+        if sequences % schedule.microbatches:
+            raise ConfigError(
+                f"pipeline.microbatches={schedule.microbatches}: must divide the {sequences} sequences of a device "
+                f"({rule}); try {_or(_divisors(sequences))}"
+            )
+        sequences, rule = sequences // schedule.microbatches, f"{rule[:-1]} x pipeline.microbatches)"
     if sequences % config.chains:
-        tries = [n for n in range(1, sequences + 1) if sequences % n == 0]
         raise ConfigError(
-            f"chains={config.chains}: must divide the {sequences} sequences of a device's microbatch (global_batch / "
-            f"(mesh.dp x accumulation)); try {_or(tries)}"
+            f"chains={config.chains}: must divide the {sequences} sequences of a device's microbatch ({rule}); "
+            f"try {_or(_divisors(sequences))}"
         )
+
+
+def microbatch(config: TrainConfig) -> int:
+    """Sequences that go through a layer at once on one device, all chains together."""
+    schedule = pipeline_schedule(config)
+    parts = config.mesh.dp * config.accumulation * (1 if schedule is None else schedule.microbatches)
+    return config.global_batch // parts
+
+
+def pipeline_schedule(config: TrainConfig) -> Schedule | None:
+    """The schedule of a run's pipeline; None where mesh.pp is 1. Only circular has several chunks."""
+    p, stages = config.pipeline, config.mesh.pp
+    chunks = p.chunks if p.schedule == "circular" else 1
+    return None if stages == 1 else Schedule(p.schedule, stages, p.microbatches, chunks)
+
+
+def _check_stages(config: TrainConfig) -> None:
+    schedule, layers = pipeline_schedule(config), config.model.n_layers
+    if schedule is None:
+        return
+    if layers % schedule.stages:
+        raise ConfigError(
+            f"mesh.pp={schedule.stages}: must divide the {layers} layers of the model (model.n_layers); "
+            f"try {_or(_divisors(layers))}"
+        )
+    of_stage = layers // schedule.stages
+    if of_stage % schedule.chunks:
+        raise ConfigError(
+            f"pipeline.chunks={schedule.chunks}: must divide the {of_stage} layers of a stage (model.n_layers / "
+            f"mesh.pp); try {_or(_divisors(of_stage))}"
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def _or(numbers: list[int]) -> str:
@@ -388,7 +452,8 @@ def _check_model(config: TrainConfig) -> None:
 def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
     if codecs is None:
         from taco_jax.codec import CODECS as codecs
-    names = {"compression.forward": config.compression.forward, "compression.backward": config.compression.backward}
+    keys = ("compression.forward", "compression.backward", "pipeline.forward", "pipeline.backward")
+    names = {key: get(config, key) for key in keys}
     for pattern, pair in config.compression.plan.items():
         forward, backward = codec_pair(pair)
         names |= {

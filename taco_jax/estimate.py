@@ -19,7 +19,7 @@ from pallas_kernels import OPERATIONS
 from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
-from taco_jax.config import ConfigError, TrainConfig, to_dict
+from taco_jax.config import ConfigError, TrainConfig, microbatch, to_dict
 from taco_jax.mesh import make_mesh
 
 GB = 1e9
@@ -66,7 +66,8 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     program = step_lib.build(config, mesh)
     choices = trace(program)
     kernels = _kernel_text(program, choices)
-    return "\n\n".join([_config_text(config), kernels, _memory_text(config, program), _site_text(program)])
+    stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
+    return "\n\n".join([_config_text(config), kernels, *stages, _memory_text(config, program), _site_text(program)])
 
 
 def trace(program: step_lib.Program) -> backend.Choices:
@@ -106,7 +107,8 @@ def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
             for name, reason in choices.get((codec, operation), ()):
                 lines.append(f"  {codec:12} {operation} by {name}: {reason}")
     for codec in program.codecs:
-        if codec != "none":
+        # What is tuned is tuned for sums over tp, and stages send messages of every size compressed.
+        if codec != "none" and codec in program.codecs_of_sums:
             lines += [_tuned_line(program, codec, device), *_chains_line(program, codec, device)]
     return "\n".join(lines)
 
@@ -143,6 +145,22 @@ def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
     return [line.format("", chains, size) for size in cut]
 
 
+def _pipeline_text(program: step_lib.Program) -> str:
+    """The schedule's numbers; what it needs of memory is in `_memory_text`, what it sends in `_site_text`."""
+    s, accumulation = program.schedule_of_stages, program.config.accumulation
+    chunks = f", in {s.chunks} chunks each" if s.chunks > 1 else ""
+    times = f", {accumulation} times a step" if accumulation > 1 else ""
+    again = "; each stage runs again in the backward pass" if s.kind == "1f1b" else ""
+    lines = [
+        f"pipeline ({s.kind})",
+        f"  stages       {s.stages} of {program.config.model.n_layers // s.stages} layers{chunks}",
+        f"  microbatches {s.microbatches} of {microbatch(program.config)} sequences{times}",
+        f"  bubble       {s.bubble:.1%} of a stage's time, {s.ticks} ticks",
+        f"  in flight    {s.in_flight} microbatches on a stage at most{again}",
+    ]
+    return "\n".join(lines)
+
+
 def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
     m = memory(program)
     platform = program.mesh.devices.flat[0].platform
@@ -174,10 +192,11 @@ def _site_text(program: step_lib.Program) -> str:
         lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers))
     sent, bf16 = program.table.total()
     everything, _ = program.table.total(None)
+    traffic = "TP activation traffic" if program.config.mesh.pp == 1 else "TP and PP activation traffic"
     if sent:
         saving = f"{bf16 / sent:.3f}x less than bf16 ({bf16 / 1e6:.3f} MB)"
-        lines.append(f"  TP activation traffic {sent / 1e6:.3f} MB a step, {saving}")
+        lines.append(f"  {traffic} {sent / 1e6:.3f} MB a step, {saving}")
     else:
-        lines.append("  TP activation traffic: none (tp 1)")
+        lines.append(f"  {traffic}: none (tp 1)")
     lines.append(f"  all traffic {everything / 1e6:.3f} MB a step")
     return "\n".join(lines)

@@ -3,9 +3,9 @@
 A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "step_seconds",
 "comm_bytes", "comm_bytes_bf16", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and
 "validation_perplexity" where the step was validated and "sites" where SNR was measured. Losses are nats per token,
-times seconds, `comm_bytes` what one device sends per step as tensor-parallel activation traffic and `comm_bytes_bf16`
-the same messages as bf16. A value that is not finite or not known is null. A step that
-a validation or checkpoint follows is not overlapped with the next one: its time is the mean of the recent steps.
+times seconds, `comm_bytes` what one device sends per step as activation traffic over tp and pp and `comm_bytes_bf16`
+the same messages as bf16. A value that is not finite or not known is null. A step that a validation or checkpoint
+follows is not overlapped with the next one: its time is the mean of the recent steps.
 """
 
 from __future__ import annotations

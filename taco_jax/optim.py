@@ -8,6 +8,7 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -32,29 +33,35 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedule
 
 
-def decayed(params: Any) -> Any:
+def decayed(params: Any, stacked_dims: int = 1) -> Any:
     """A tree of bools: True for the leaves with weight decay, which are matrices by their shape in one layer.
 
-    Leaves below a key "layers" are stacked on a leading dim, which does not count; biases have none, whatever their
-    shape.
+    Leaves below a key "layers" are stacked on `stacked_dims` leading dims, which do not count; biases have none,
+    whatever their shape.
     """
 
     def matrix(path, leaf) -> bool:
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-        return leaf.ndim - ("layers" in names) >= 2 and "bias" not in names[-1]
+        return leaf.ndim - stacked_dims * ("layers" in names) >= 2 and "bias" not in names[-1]
 
     return jax.tree_util.tree_map_with_path(matrix, params)
 
 
-def make(config: OptimizerConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make(
+    config: OptimizerConfig, steps: int, stacked_dims: int = 1
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """(optimizer, schedule). The optimiser's state has the same structure for every setting, so any of them can change
-    on
-    a resumed run. `clip_norm=None` clips at infinity, which changes nothing."""
+    on a resumed run. `clip_norm=None` clips at infinity, which changes nothing. stacked_dims: as of `decayed`."""
     schedule = learning_rate(config, steps)
     optimizer = optax.chain(
         optax.clip_by_global_norm(float("inf") if config.clip_norm is None else config.clip_norm),
         optax.adamw(
-            schedule, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=functools.partial(decayed, stacked_dims=stacked_dims),
         ),
     )
     return optimizer, schedule

@@ -89,6 +89,19 @@ def _fork(uses: int, slot: jax.Array) -> list[jax.Array]:
 _fork.defvjp(lambda uses, slot: (_fork(uses, slot), None), lambda uses, _, cts: (merge_uses(jnp.stack(cts)),))
 
 
+def stack_uses(slot: jax.Array, uses: int) -> jax.Array:
+    """`fork` for the uses of a loop: the slot of each on a leading dim, for a scan to hand out."""
+    return _stack(uses, slot)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stack(uses: int, slot: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(slot, (uses, *slot.shape))
+
+
+_stack.defvjp(lambda uses, slot: (_stack(uses, slot), None), lambda uses, _, cts: (merge_uses(cts),))
+
+
 def update_scales(state: Any, grads: Any) -> Any:
     """New site scales for people who bring their own training loop.
 

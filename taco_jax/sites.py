@@ -23,6 +23,7 @@ from jax import lax
 
 _table: contextvars.ContextVar[Table | None] = contextvars.ContextVar("taco_jax_sites", default=None)
 _calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", default=1)
+_forward_again: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_forward_again", default=1)
 
 # Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full
 # tensor.
@@ -113,9 +114,22 @@ def repeat(n: int) -> Iterator[None]:
         _calls.reset(token)
 
 
-def current_calls() -> int:
+@contextlib.contextmanager
+def forward_again(times: int = 2) -> Iterator[None]:
+    """Forward messages traced inside the block run `times` as often as backward ones, because they are computed again.
+
+    A message that is traced again is one row, so both traces belong into such a block.
+    """
+    token = _forward_again.set(times)
+    try:
+        yield
+    finally:
+        _forward_again.reset(token)
+
+
+def current_calls(direction: str = "backward") -> int:
     """How often a collective traced now runs per step. Forward rules keep it for backward rules, traced much later."""
-    return _calls.get()
+    return _calls.get() * (_forward_again.get() if direction == "forward" else 1)
 
 
 def add(

@@ -1,9 +1,9 @@
 """The training step: one jitted program that donates its state.
 
-A full-manual shard_map over (dp, pp, tp) holds forward pass, gradient and the sum over dp; around it, in the same
-program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32: the
-float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and accumulated
-microbatches need it once.
+A full-manual shard_map over (dp, pp, tp) holds forward pass, pipeline, gradient and the sum over dp; around it, in the
+same program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32:
+the float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and
+accumulated microbatches need it once.
 
 Dim letters: A microbatches, B sequences, L tokens, K slot width.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
-from taco_jax.config import ConfigError, TrainConfig, codec_pair
+from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder
 from taco_jax.models.parallel import Parallel
+from taco_jax.pipeline import layout
+from taco_jax.pipeline import program as pipeline
 from taco_jax.plan import Compression, Plan
 from taco_jax.scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.tensor_parallel import to_varying
@@ -72,7 +75,8 @@ def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
     try:
         rules = {pattern: Compression(*codec_pair(pair), **common) for pattern, pair in c.plan.items()}
         default = Compression(c.forward, c.backward, **common)
-        return Plan(rules, default).resolve(decoder.site_names(config.model, config.mesh.tp))
+        plan = Plan(rules, default).resolve(decoder.site_names(config.model, config.mesh.tp))
+        return plan | pipeline.plan(config)
     except ValueError as error:
         raise ConfigError(f"compression: {error}") from error
 
@@ -101,26 +105,38 @@ class Program:
             loss_chunk=config.loss_chunk,
             precision="highest" if config.compute_dtype == "float32" else None,
         )
-        self._param_specs = decoder.param_specs(config.model, config.mesh.tp)
+        self.schedule_of_stages = pipeline_schedule(config)
+        self._chunks = layout.chunks_of(self.schedule_of_stages)
+        # The axes over which parameters that are whole there have gradients of their own on every rank.
+        self._axes = ("dp",) if self.schedule_of_stages is None else ("dp", pipeline.AXIS)
+        self._param_specs = layout.specs(decoder.param_specs(config.model, config.mesh.tp), self.schedule_of_stages)
         self._site_shapes = {
             site: (config.model.n_layers,) if site.startswith("layers/") else ()
             for site, compression in self.parallel.plan
             if compression is not None
         }
         self._check_codecs()
-        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps)
-        self.state_shapes = self._abstract_state()
+        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, 1 if self._chunks == 1 else 2)
+        self.state_shapes = self._abstract_state(self._param_specs, self._new_state)
 
     @property
     def codecs(self) -> list[str]:
         """The codecs of all sites and directions."""
-        compressions = {c for _, c in self.parallel.plan if c is not None}
+        return self._codecs_of(site for site, _ in self.parallel.plan)
+
+    @property
+    def codecs_of_sums(self) -> list[str]:
+        """Those of all sites but that of the stages, whose messages are no sums over tp."""
+        return self._codecs_of(site for site, _ in self.parallel.plan if site != pipeline.SITE)
+
+    def _codecs_of(self, names: Iterable[str]) -> list[str]:
+        compressions = [c for c in map(self.parallel.compression, names) if c is not None]
         return sorted({codec for c in compressions for codec in (c.forward, c.backward)})
 
     def _check_codecs(self) -> None:
         """What would else come up as a traceback from within the step: a file of tuned values."""
         device = self.mesh.devices.flat[0]
-        for codec in self.codecs:
+        for codec in self.codecs_of_sums:
             try:
                 tuned.find(codec, self.config.mesh.tp, device)
             except tuned.TunedFileError as error:
@@ -135,6 +151,7 @@ class Program:
 
     def _new_state(self, key) -> TrainState:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
+        params = jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
         zero = np.int32(0)
         return TrainState(zero, params, self._optimizer.init(params), self._new_scales(), zero, zero)
 
@@ -147,19 +164,48 @@ class Program:
         """The `scales` of a new state, on the mesh."""
         return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
 
-    def _abstract_state(self) -> TrainState:
+    def to_stored(self, state: TrainState) -> TrainState:
+        """The state as checkpoints have it, of shapes that do not depend on mesh or schedule: `stored_shapes`."""
+        return state if self._chunks == 1 else self._reshaped(layout.join, state, self.stored_shapes)
+
+    def from_stored(self, state: TrainState) -> TrainState:
+        """The inverse of `to_stored`."""
+        return state if self._chunks == 1 else self._reshaped(layout.split, state, self.state_shapes)
+
+    @functools.cached_property
+    def stored_shapes(self) -> TrainState:
+        if self._chunks == 1:
+            return self.state_shapes
+        whole = dataclasses.replace(self.schedule_of_stages, chunks=1)
+        specs = layout.specs(decoder.param_specs(self.config.model, self.config.mesh.tp), whole)
+        return self._abstract_state(specs, lambda key: self._each_param(layout.join, self._new_state(key)))
+
+    def _reshaped(self, way, state: TrainState, shapes: TrainState) -> TrainState:
+        shardings = jax.tree.map(lambda a: a.sharding, shapes)
+        return jax.jit(functools.partial(self._each_param, way), out_shardings=shardings)(state)
+
+    def _each_param(self, way, state: TrainState) -> TrainState:
+        """The state with parameters and moments as `way`, layout.split or layout.join, makes them."""
         import optax
 
-        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        function, stacked = way(self._chunks), layout.in_layers(state.params)
+        params = jax.tree.map(function, state.params, stacked)
+        opt_state = optax.tree_utils.tree_map_params(self._optimizer, function, state.opt_state, stacked)
+        return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+    def _abstract_state(self, param_specs, make) -> TrainState:
+        import optax
+
+        shapes = jax.eval_shape(make, jax.random.key(0))
         replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
         specs = TrainState(
             P(),
-            self._param_specs,
+            param_specs,
             optax.tree_utils.tree_map_params(
                 self._optimizer,
                 lambda _, spec: spec,
                 shapes.opt_state,
-                self._param_specs,
+                param_specs,
                 transform_non_params=lambda _: P(),
             ),
             replicated(shapes.scales),
@@ -256,14 +302,10 @@ class Program:
         exponents = self._exponents(state)
 
         def local(params, exponents, tokens_BL):
-            params = jax.tree.map(lambda p: to_varying(p, "dp"), params)
+            params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
             slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
 
-            def loss(params, slots, tokens_BL):
-                nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
-                return nll / predicted
-
-            gradient = jax.value_and_grad(loss, argnums=(0, 1))
+            gradient = self._value_and_grad(exponents, predicted)
             if config.accumulation == 1:
                 total, (grads, measures) = gradient(params, slots, tokens_BL)
             else:
@@ -272,11 +314,13 @@ class Program:
                     part, (grads, measures) = gradient(params, slots, tokens_BL)
                     return jax.tree.map(jnp.add, carry, (part, grads)), measures
 
-                zeros = to_varying(jnp.zeros(()), "dp"), jax.tree.map(jnp.zeros_like, params)
+                zeros = to_varying(jnp.zeros(()), self._axes), jax.tree.map(jnp.zeros_like, params)
                 tokens_ABL = tokens_BL.reshape(config.accumulation, -1, tokens_BL.shape[-1])
                 with sites.repeat(config.accumulation):
                     (total, grads), measures = lax.scan(microbatch, zeros, tokens_ABL)
                 measures = jax.tree.map(merge_uses, measures)
+            if self.schedule_of_stages is not None:
+                total, grads = pipeline.sum_over_stages(total, grads)
             return _dp_sum("dp/loss", total), _dp_sum("dp/grads", grads), _over_devices(measures)
 
         run = jax.shard_map(
@@ -287,37 +331,49 @@ class Program:
         )
         return run(state.params, exponents, tokens)
 
+    def _value_and_grad(self, exponents, predicted: int):
+        """f(params, slots, tokens int32[B, L + 1]) -> (part of the mean loss over `predicted` tokens, gradients)."""
+
+        def loss(params, slots, tokens_BL):
+            nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
+            return nll / predicted
+
+        def one_f1b(params, slots, tokens_BL):
+            batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
+            model = self.config.model, self.parallel, self.schedule_of_stages
+            return pipeline.value_and_grad(params, slots, exponents, *batch, 1 / predicted, *model)
+
+        explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
+        return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
+
     def _eval(self, state: TrainState, batch):
         tokens = batch["tokens"]
         weights = batch.get("weights", jnp.ones(tokens[:, 1:].shape))
 
         def local(params, exponents, tokens_BL, weights_BL):
-            params = jax.tree.map(lambda p: to_varying(p, "dp"), params)
+            params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
 
             def microbatch(carry, batch):
-                return jax.tree.map(jnp.add, carry, self._loss(params, exponents, {}, *batch)), None
+                result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
+                return jax.tree.map(jnp.add, carry, result), None
 
             # In the microbatches of a step: what can be trained can be validated.
             cut = lambda a: a.reshape(self.config.accumulation, -1, a.shape[-1])
-            zero = to_varying(jnp.zeros(()), "dp")
+            zero = to_varying(jnp.zeros(()), self._axes)
             (nll, count), _ = lax.scan(microbatch, (zero, zero), (cut(tokens_BL), cut(weights_BL)))
-            return lax.psum(nll, "dp"), lax.psum(count, "dp")
+            return lax.psum(nll, self._axes), lax.psum(count, self._axes)
 
         specs = (self._param_specs, P(), P("dp"), P("dp"))
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
         return run(state.params, self._exponents(state), tokens, weights)
 
-    def _loss(self, params, exponents, slots, tokens_BL, weights_BL):
+    def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
-        return decoder.loss(
-            params,
-            tokens_BL[:, :-1],
-            tokens_BL[:, 1:],
-            to_varying(weights_BL, "dp"),
-            self.config.model,
-            self.parallel,
-            scales,
-        )
+        batch = tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp")
+        model = self.config.model, self.parallel, scales
+        if self.schedule_of_stages is None:
+            return decoder.loss(params, *batch, *model)
+        return pipelined(params, *batch, *model, self.schedule_of_stages)
 
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
         calibrated = state.step >= self.config.compression.calibration_steps

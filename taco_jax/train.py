@@ -136,12 +136,13 @@ class Run:
         if chosen is None:
             self.state = self.program.init(jax.random.key(config.seed))
         else:
-            self.state, run, remarks = self.checkpoints.restore(
+            state, run, remarks = self.checkpoints.restore(
                 chosen,
-                self.program.state_shapes,
+                self.program.stored_shapes,
                 config.model.vocab_size,
                 lambda: self.program.init(jax.random.key(config.seed)).scales,
             )
+            self.state = self.program.from_stored(state)
             self.batches.restore(run["data"])
             self.step = chosen
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
@@ -168,6 +169,12 @@ class Run:
             f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
             f"codec {config.compression.forward} forward, {config.compression.backward} backward"
         )
+        if config.mesh.pp > 1:
+            schedule = self.program.schedule_of_stages
+            say(
+                f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}; stages "
+                f"send {config.pipeline.forward} forward, {config.pipeline.backward} backward"
+            )
         say(
             f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
@@ -305,7 +312,9 @@ class Run:
         return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
 
     def save(self) -> None:
-        self.checkpoints.save(self.step, self.state, {"data": self.batches.state(), "seed": self.config.seed})
+        self.checkpoints.save(
+            self.step, self.program.to_stored(self.state), {"data": self.batches.state(), "seed": self.config.seed}
+        )
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
@@ -333,15 +342,16 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
         loss, perplexity = record["validation_loss"], record["validation_perplexity"]
         say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
     comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
+    axes = "tensor-parallel" if config.mesh.pp == 1 else "tensor- and pipeline-parallel"
     if comm:
         steps = step - first_step
         say(
-            f"tensor-parallel activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
+            f"{axes} activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
             f"bf16: ratio {bf16 / comm:.2f}; {steps * comm / 1e9:.2f} instead of {steps * bf16 / 1e9:.2f} GB in "
             f"the {steps} steps of this run"
         )
     else:
-        say("tensor-parallel activation traffic: none")
+        say(f"{axes} activation traffic: none")
     places = []
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:

@@ -128,6 +128,23 @@ def test_scales_of_another_history_start_fresh(tmp_path, make_mesh):
             equal(restored.params, target.params)
 
 
+def test_scales_of_sites_that_are_in_both_come_back(tmp_path, make_mesh):
+    mesh, state = make_mesh(tp=2), make_state()
+    scale = state.scales["layers/attn/out"]
+    of = lambda *sites: dataclasses.replace(state, scales=dict.fromkeys(sites, scale))
+    fresh = lambda *sites: {site: jax.tree.map(jnp.zeros_like, scale) for site in sites}
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, put(of("layers/attn/out", "pp/act"), mesh), {})
+        restored, _, remarks = checkpoints.restore(3, place(of("layers/attn/out"), mesh), VOCAB, no_fresh_scales)
+        equal(restored.scales, {"layers/attn/out": scale})
+        assert remarks == []
+        restored, _, (remark,) = checkpoints.restore(
+            3, place(of("embed", "pp/act"), mesh), VOCAB, lambda: fresh("embed", "pp/act")
+        )
+        equal(restored.scales, {"pp/act": scale} | fresh("embed"))
+        assert remark.startswith("site scales of embed start uncalibrated: ")
+
+
 def test_state_without_scales(tmp_path, make_mesh):
     state = dataclasses.replace(make_state(), scales={})
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:

@@ -141,7 +141,26 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"mesh.tp": 3}, "8 heads, 4 kv heads: tp 3 does not divide 8; try 1, 2, 4 or 8"),
         ({"mesh.tp": 16}, "try 1, 2, 4 or 8"),
         ({"mesh.dp": 0}, "mesh.dp=0: must be at least 1"),
-        ({"mesh.pp": 2}, "mesh.pp=2: pipelines are not built yet"),
+        ({"mesh.pp": 3}, "mesh.pp=3: must divide the 4 layers of the model (model.n_layers); try 1, 2 or 4"),
+        ({"pipeline.schedule": "1f1"}, "pipeline.schedule='1f1': did you mean '1f1b'? (one of gpipe, circular, 1f1b)"),
+        ({"pipeline.microbatches": 0}, "pipeline.microbatches=0: must be at least 1"),
+        ({"pipeline.chunks": 0}, "pipeline.chunks=0: must be at least 1"),
+        (
+            {"mesh.pp": 2, "mesh.dp": 2, "global_batch": 24, "pipeline.microbatches": 5},
+            "pipeline.microbatches=5: must divide the 12 sequences of a device (global_batch / (mesh.dp x "
+            "accumulation)); try 1, 2, 3, 4, 6 or 12",
+        ),
+        (
+            {"mesh.pp": 2, "pipeline.schedule": "circular", "pipeline.chunks": 3},
+            "pipeline.chunks=3: must divide the 2 layers of a stage (model.n_layers / mesh.pp); try 1 or 2",
+        ),
+        (
+            {"mesh.pp": 2, "chains": 3, "pipeline.microbatches": 4},
+            "chains=3: must divide the 8 sequences of a device's microbatch (global_batch / (mesh.dp x accumulation x "
+            "pipeline.microbatches)); try 1, 2, 4 or 8",
+        ),
+        ({"pipeline.forward": "int8x"}, "pipeline.forward='int8x': no such codec preset; did you mean 'int8h'"),
+        ({"pipeline.backward": "e4m3s"}, "pipeline.backward='e4m3s': no such codec preset; did you mean 'e4m3"),
         ({"model.d_mlp": 770, "mesh.tp": 4}, "mlp width 770: tp 4 does not divide 770; try 1 or 2"),
         ({"compression.forward": "tacco"}, "compression.forward='tacco': no such codec preset; did you mean 'taco'?"),
         ({"compression.backward": "int9h"}, "compression.backward='int9h': no such codec preset; did you mean 'int"),

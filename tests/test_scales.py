@@ -11,7 +11,7 @@ from shards import per_rank
 import taco_jax
 from taco_jax import UNCALIBRATED, SiteScales
 from taco_jax.block_scale import ceil_log2
-from taco_jax.scales import ScaleState, fork, merge_uses, new_scale_state, update_scale_state, update_scales
+from taco_jax.scales import ScaleState, fork, merge_uses, new_scale_state, stack_uses, update_scale_state, update_scales
 
 update = jax.jit(update_scale_state)
 
@@ -123,6 +123,13 @@ def test_uses_of_one_site_are_merged():
     np.testing.assert_allclose(merged[:, 1:], measures[..., 1:].sum(0), rtol=1e-6)
     assert fork(None, 2) == [None] * 2 and fork(site, 1) == [site]
     assert [use.slot for use in fork(SiteScales(site.exponents), 2)] == [None] * 2
+
+
+def test_uses_of_a_loop_are_merged_too():
+    measures = np.random.default_rng(2).random((5, 3, 2, 6)).astype(np.float32)
+    slot = jnp.zeros((3, 2, 6))
+    merged = jax.grad(lambda slot: jnp.sum(stack_uses(slot, 5) * measures))(slot)
+    np.testing.assert_array_equal(merged, merge_uses(jnp.asarray(measures)))
 
 
 def test_the_loop_calibrates_a_site():

@@ -152,3 +152,16 @@ def test_several_axes_are_one_row():
     table, found = record(jax.jit(f), x)
     (row,) = table.rows()
     assert row.axis == ("dp", "tp") and row.ranks == 8 and sorted(row.hlo) == found
+
+
+def test_forward_messages_that_are_computed_again_count_twice():
+    f = gradient(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, codec="int8h", site="again"))
+
+    def program(x):
+        with sites.repeat(5), sites.forward_again():
+            value, grad = f(x)
+        return grad + 0 * value
+
+    table, _ = record(per_rank(program, 4), np.ones((4, 8, 300), np.float32))
+    assert {row.direction: row.calls for row in table.rows()} == {"forward": 10, "backward": 5}
+    assert sites.current_calls("forward") == 1

@@ -206,9 +206,8 @@ def _call(name, x, site, options: Options, **own):
             "value that is the same on every rank"
         )
     nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
-    calls = sites.current_calls()
     forward, backward = (
-        options.message(codec, nbytes, Label(site, direction, calls))
+        options.message(codec, nbytes, Label(site, direction, sites.current_calls(direction)))
         for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
     )
     operation = Operation(name, forward, backward, **own)

@@ -33,7 +33,10 @@ from taco_jax.models.schedule import scheduled
 from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
 
-__all__ = ["count_params", "forward", "init_params", "logits", "loss", "param_specs", "site_names"]
+__all__ = [
+    "count_params", "embed", "forward", "head_loss", "init_params", "layers", "logits", "loss", "param_specs",
+    "site_names", "use_replicated_params",
+]  # fmt: skip
 
 Params = Mapping[str, Any]
 State = Mapping[str, SiteScales | None]
@@ -59,8 +62,15 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     Raises:
       ValueError: L is longer than the learned positions, or sequence parallelism cannot cut it.
     """
+    params = use_replicated_params(params, config, par)
+    x_BLD = embed(params, tokens_BL, config, par, state)
+    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state)
+    return norm(x_BLD, params["final_norm"], config.norm_eps)
+
+
+def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
+    """What the first layer takes, x_BLD in par.dtype, of parameters that `use_replicated_params` made ready."""
     _check_length(tokens_BL.shape[1], config, par)
-    params = _use_replicated_params(params, config, par)
     x_BLD = vocab.embed(
         params["embed"]["table"], tokens_BL, par.axis, par.compression("embed"), state.get("embed"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, dtype=par.dtype, site="embed",
@@ -70,8 +80,18 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
         if par.sequence_parallel:
             positions_LD = own_rows(positions_LD, par.axis, "embed/positions")
         x_BLD = (x_BLD.astype(jnp.float32) + positions_LD).astype(x_BLD.dtype)
-    angles_LH = rope_angles(config, tokens_BL.shape[1]) if config.positions == "rope" else None
+    return x_BLD
 
+
+def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel,
+           state: State) -> jax.Array:  # fmt: skip
+    """x_BLD after the layers of `stacked`, any number of the model's; made ready as in `embed`.
+
+    Args:
+      length: L of the whole sequence.
+      state: of the sites in layers, with a leading dim as long as that of `stacked`.
+    """
+    angles_LH = rope_angles(config, length) if config.positions == "rope" else None
     normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
     halves = (
         Half(
@@ -86,17 +106,15 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     parts = chains.count(len(x_BLD), par.chains)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
-    x_BLD = to_varying(x_BLD, _varying(params["layers"]) - {par.axis})
-    with sites.repeat(config.n_layers * parts):
+    x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
+    with sites.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
         if parts > 1 and not par.sequence_parallel:
             layer = scheduled(halves, par)
         else:
             layer = remat(chains.side_by_side(halves, par), par.remat)
         xs = chains.split(x_BLD, parts)
-        xs, _ = lax.scan(
-            lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (params["layers"], layer_state)
-        )
-    return norm(chains.join(xs), params["final_norm"], config.norm_eps)
+        xs, _ = lax.scan(lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (stacked, layer_state))
+    return chains.join(xs)
 
 
 def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
@@ -107,6 +125,12 @@ def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL
     targets_BL and weights_BL as in `vocab.cross_entropy`.
     """
     x_BLD = forward(params, tokens_BL, config, par, state)
+    return head_loss(params, x_BLD, targets_BL, weights_BL, config, par, state)
+
+
+def head_loss(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
+              par: Parallel, state: State) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`loss` of an x_BLD that the final normalisation has made."""
     return vocab.cross_entropy(
         x_BLD, _head(params, config), targets_BL, weights_BL, par.axis, par.compression("head"), state.get("head"),
         vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim, precision=par.precision,
@@ -127,8 +151,8 @@ def _head(params: Params, config: ModelConfig) -> jax.Array:
     return params["embed"]["table"].T if config.tied_head else params["head"]["kernel"]
 
 
-def _use_replicated_params(params: Params, config: ModelConfig, par: Parallel) -> Params:
-    """Parameters that are whole on every rank, made varying where they meet values that differ between ranks.
+def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) -> Params:
+    """The parameters, those that are whole on every rank made varying where they meet values that differ between ranks.
 
     With whole sequences these are the weights of replicated kv heads and of qk-norm; under sequence parallelism also
     every norm and every bias added after a reduction. (Learned positions take `own_rows`.)

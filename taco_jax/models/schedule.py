@@ -35,19 +35,19 @@ def scheduled(halves: tuple[Half, ...], par: Parallel) -> Callable:
 
     Call it where the layer's messages are counted (`sites.repeat`). First derivatives only.
     """
-    calls = sites.current_calls()
+    calls = {direction: sites.current_calls(direction) for direction in ("forward", "backward")}
 
     @jax.custom_vjp
     def layer(xs, params, state: State, shared):
-        return _forward(halves, par, calls, xs, params, state, shared)[0]
+        return _forward(halves, par, calls["forward"], xs, params, state, shared)[0]
 
     def forward(xs, params, state, shared):
-        ys, residuals, measures = _forward(halves, par, calls, xs, params, state, shared)
+        ys, residuals, measures = _forward(halves, par, calls["forward"], xs, params, state, shared)
         return ys, (residuals, measures, params, state, shared)
 
     def backward(saved, cts):
         residuals, measures, params, state, shared = saved
-        cts, grads, more = _backward(halves, par, calls, residuals, params, state, shared, cts)
+        cts, grads, more = _backward(halves, par, calls["backward"], residuals, params, state, shared, cts)
         slots = {site: _slot(scales, measures.get(site), more.get(site)) for site, scales in state.items()}
         return cts, grads, slots, None
 

@@ -1,0 +1,75 @@
+"""GPipe and its circular form: all forward passes, then, by autodiff of the loop over ticks, all backward passes.
+
+In every tick a stage takes what arrived, runs the layers of one chunk and sends the result on. An empty tick computes
+on zeros (a conditional would keep the weights as residuals of every tick) and takes part in nothing that counts. The
+activations of all microbatches are kept until the backward pass, as `remat` says: memory grows with their number.
+
+GPipe: Huang et al., arXiv 1811.06965. Circular: `schedule.py`.
+
+Dims: M microbatches, T ticks, B sequences of a microbatch, L length, D model, V chunks, N layers of a chunk.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from taco_jax import sites
+from taco_jax.models import decoder
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.parallel import Parallel
+from taco_jax.pipeline import send, stages
+from taco_jax.pipeline.schedule import Schedule
+from taco_jax.scales import SiteScales, stack_uses
+from taco_jax.tensor_parallel import to_varying
+
+
+def loss(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: stages.State,
+         schedule: Schedule) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`decoder.loss` of the local batch in microbatches, on the last stage; zeros on the others.
+
+    Args:
+      params: this stage's shards; all of them must vary over pp (of the whole ones each stage has its own gradient).
+      tokens_BL, targets_BL, weights_BL: the whole local batch; the number of microbatches divides B.
+    """
+    axes = stages.activation_axes(params, par)
+    params = decoder.use_replicated_params(params, config, par)
+    x_BLD = stages.where_true(stages.is_first(), lambda: decoder.embed(params, tokens_BL, config, par, state), axes)
+    y_BLD = _run(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state, schedule, axes)
+    head = lambda: stages.head_loss(params, y_BLD, targets_BL, weights_BL, config, par, state)
+    return stages.where_true(stages.is_last(), head, axes - {par.axis})
+
+
+def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axes) -> jax.Array:
+    """What the last stage makes of x_BLD; on other stages, nothing of use."""
+    ticks, ring = schedule.forward_ticks, schedule.chunks > 1
+    x_MBLD = x_BLD.reshape(schedule.microbatches, -1, *x_BLD.shape[1:])
+    # What the first stage starts in each tick (anything where it starts nothing), and when the last one finishes.
+    starts = np.clip(schedule.work(np.arange(ticks))[0], 0, schedule.microbatches - 1)
+    last_chunk = schedule.chunks - 1
+    ends = [schedule.item(m, last_chunk) + schedule.stages - 1 for m in range(schedule.microbatches)]
+    scales = stages.own_scales(state, schedule.chunks) | {send.SITE: state.get(send.SITE)}
+    slots = {site: stack_uses(s.slot, ticks) for site, s in scales.items() if s is not None and s.slot is not None}
+    chunks = layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[None], layers)
+    first, last = stages.is_first(), stages.is_last()
+
+    def tick(received_BLD, at):
+        t, x_BLD, slots = at
+        _, chunk, live = schedule.work(t - lax.axis_index(send.AXIS))
+        _, next_chunk, next_live = schedule.work(t + 1 - lax.axis_index(send.AXIS))
+        of_chunk = lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False) if ring else a[0]
+        used = {site: None if s is None else SiteScales(s.exponents, slots.get(site)) for site, s in scales.items()}
+        sent = used.pop(send.SITE)
+        used = {site: send.masked(jax.tree.map(of_chunk, s), live) for site, s in used.items()}
+        x_BLD = jnp.where(live, jnp.where(first & (chunk == 0), x_BLD, received_BLD), 0)
+        y_BLD = decoder.layers(jax.tree.map(of_chunk, chunks), x_BLD, length, config, par, used)
+        sends = live & ~(last & (chunk == last_chunk))
+        receives = next_live & ~(first & (next_chunk == 0))
+        return send.send(y_BLD, sent, sends, receives, par, ring=ring), y_BLD
+
+    with sites.repeat(ticks):
+        nothing_BLD = to_varying(jnp.zeros_like(x_MBLD[0]), axes)
+        _, y_TBLD = lax.scan(tick, nothing_BLD, (jnp.arange(ticks), x_MBLD[starts], slots))
+    return y_TBLD[np.array(ends)].reshape(x_BLD.shape)

@@ -1,0 +1,92 @@
+"""What a stage holds and does: its layers, and on the first and the last stage the ends of the model.
+
+Layers stay one stacked array over all stages; each rank of pp holds the n_layers / pp of its stage. Embedding, final
+norm and head are whole on every stage and used on one: their gradients are summed over pp, once (`sum_over_stages`),
+which also adds both uses of a tied table.
+
+Dims: B batch, L length, D model; V chunks and N layers of a chunk in the shapes of what belongs to layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax import sites
+from taco_jax.compat import varying_axes
+from taco_jax.models import decoder
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.norms import norm
+from taco_jax.models.parallel import Parallel
+from taco_jax.pipeline.schedule import Schedule
+from taco_jax.pipeline.send import AXIS
+from taco_jax.scales import SiteScales
+from taco_jax.tensor_parallel import to_varying
+
+State = Mapping[str, SiteScales | None]
+
+
+def is_first() -> jax.Array:
+    return lax.axis_index(AXIS) == 0
+
+
+def is_last() -> jax.Array:
+    return lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
+
+
+def where_true(predicate, function: Callable[[], Any], axes) -> Any:
+    """function() where the predicate holds, zeros on the ranks where it does not, which compute and send nothing.
+
+    The predicate must be the same on all ranks that function's collectives join. Results vary over `axes`.
+    """
+    shapes = jax.eval_shape(function)
+    result = lambda: jax.tree.map(lambda y: to_varying(y, axes), function())
+    zeros = lambda: jax.tree.map(lambda y: to_varying(jnp.zeros(y.shape, y.dtype), axes), shapes)
+    return lax.cond(predicate, result, zeros)
+
+
+def nothing(tokens_BL: jax.Array, config: ModelConfig, par: Parallel, schedule: Schedule) -> jax.Array:
+    """Zeros of the shape of one microbatch's activations, of the tokens of all."""
+    length = tokens_BL.shape[1] // (lax.axis_size(par.axis) if par.sequence_parallel else 1)
+    return jnp.zeros((tokens_BL.shape[0] // schedule.microbatches, length, config.d_model), par.dtype)
+
+
+def own(a: jax.Array, chunks: int) -> jax.Array:
+    """The part of [n_layers, ...] that belongs to this stage, [V, N, ...].
+
+    The cotangent of the whole is zero for the layers of other stages, so one maximum over devices still serves all.
+    """
+    a = a.reshape(chunks, -1, *a.shape[1:])
+    size = a.shape[1] // lax.axis_size(AXIS)
+    return lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS) * size, size, axis=1)
+
+
+def own_scales(state: State, chunks: int) -> dict[str, SiteScales | None]:
+    """The scales of this stage's layers, each array `own`'s part of it."""
+    return {site: jax.tree.map(lambda a: own(a, chunks), state.get(site)) for site in decoder.LAYER_SITES}
+
+
+def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    """(loss, gradients): what each stage has its own part of summed, the loss and whatever is in no layer."""
+    shared = {name: value for name, value in grads.items() if name != "layers"}
+    size = sum(leaf.size for leaf in jax.tree.leaves(shared))
+    sites.exact("pp/grads", "backward", "psum", AXIS, jax.ShapeDtypeStruct((size,), jnp.float32))
+    sites.exact("pp/loss", "backward", "psum", AXIS, total)
+    return lax.psum(total, AXIS), dict(grads, **lax.psum(shared, AXIS))
+
+
+def head_loss(params, x_BLD: jax.Array, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: State):
+    """`decoder.head_loss` of what the last stage's layers made."""
+    x_BLD = norm(x_BLD, params["final_norm"], config.norm_eps)
+    return decoder.head_loss(params, x_BLD, targets_BL, weights_BL, config, par, state)
+
+
+def activation_axes(params, par: Parallel) -> frozenset[str]:
+    """The axes over which activations between layers vary: the parameters' but for tp, which only sequence parallelism
+    adds."""
+    axes = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(params)))
+    return axes | {par.axis} if par.sequence_parallel else axes - {par.axis}

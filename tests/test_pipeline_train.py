@@ -1,0 +1,107 @@
+"""The trainer with stages: what it says, what it saves, and that a run goes on with other stages."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from taco_jax import estimate
+from taco_jax.config import (
+    CheckpointConfig,
+    CompressionConfig,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+    check,
+)
+from taco_jax.mesh import make_mesh
+from taco_jax.metrics import read_records
+from taco_jax.step import build
+from taco_jax.train import train
+
+MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, tied_head=True)
+WHOLE = {"mesh": MeshConfig()}
+GPIPE = {"mesh": MeshConfig(dp=2, pp=2)}
+CIRCULAR = {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("circular", forward="none", backward="none")}
+ONE_F1B = {"mesh": MeshConfig(pp=4, tp=2), "pipeline": PipelineConfig("1f1b", forward="none", backward="none")}
+
+
+def make_config(workdir, **changes) -> TrainConfig:
+    config = TrainConfig(
+        model=MODEL,
+        compression=CompressionConfig("none", "none"),
+        pipeline=PipelineConfig(forward="none", backward="none"),
+        data=DataConfig(sequence_length=32),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2, weight_decay=1.0),
+        checkpoint=CheckpointConfig(every=10),
+        evaluation=EvalConfig(every=10, batches=1),
+        global_batch=8,
+        steps=4,
+        workdir=str(workdir),
+        compute_dtype="float32",
+    )
+    return check(dataclasses.replace(config, **changes))
+
+
+def run(workdir, *parts):
+    """The records of a run of one step after the other, each with its own changes; the last part goes to the end."""
+    for number, changes in enumerate(parts, 1):
+        last = number == len(parts)
+        train(make_config(workdir, stop_after=None if last else number, **changes))
+    return read_records(workdir / "metrics.jsonl")
+
+
+def assert_same_curve(records, whole):
+    values = lambda records, key: [r[key] for r in records if key in r]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(values(records, key), values(whole, key), rtol=1e-4)
+    assert records[-1]["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"), WHOLE)
+
+
+def test_a_run_goes_on_in_stages(tmp_path, whole, capsys):
+    assert_same_curve(run(tmp_path, WHOLE, CIRCULAR), whole)
+    out = capsys.readouterr().out
+    assert "pipeline circular: 4 microbatches, bubble 11.1%; stages send none forward, none backward" in out
+    assert re.search(r"^tensor- and pipeline-parallel activation traffic: .* ratio", out, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [(CIRCULAR, WHOLE), (GPIPE, CIRCULAR, WHOLE, ONE_F1B), (ONE_F1B, GPIPE), (CIRCULAR, ONE_F1B, CIRCULAR)],
+    ids=lambda parts: "-".join(str(part["mesh"].pp) for part in parts),
+)
+def test_a_run_goes_on_with_other_stages(tmp_path, whole, parts):
+    assert_same_curve(run(tmp_path, *parts), whole)
+
+
+def test_dry_run():
+    changes = {"compression": CompressionConfig("taco", "taco"), "global_batch": 32, "accumulation": 2}
+    mesh = MeshConfig(pp=2, tp=2)
+    config = make_config("unused", mesh=mesh, pipeline=PipelineConfig("circular"), **changes)
+    program = build(config, make_mesh(1, 2, 2))
+    choices = estimate.trace(program)
+    text = "\n".join(
+        [estimate._kernel_text(program, choices), estimate._pipeline_text(program), estimate._site_text(program)]
+    )
+    for line in (
+        "pipeline (circular)",
+        "  stages       2 of 2 layers, in 2 chunks each",
+        "  microbatches 4 of 4 sequences, 2 times a step",
+        "  bubble       11.1% of a stage's time, 9 ticks",
+    ):
+        assert line in text.splitlines(), line
+    assert re.search(r"^  pp/act +forward +ppermute +pp +int8h +18 ", text, re.M)
+    assert re.search(r"^  pp/act +backward +ppermute +pp +e4m3h +18 ", text, re.M)
+    assert re.search(r"^  TP and PP activation traffic .* MB a step, .*x less than bf16", text, re.M)
+    assert "messages from" in text and "int8h        messages" not in text
