@@ -1,0 +1,90 @@
+"""What a checkpoint holds of a training state, the same on every mesh: whole leaves, as the model has them.
+
+A state's arrays are stored as they are, however they are spread, with two exceptions. Shares of a leaf that no dim of
+which divides over dp (`taco_jax.shares`) are stored without their padding. And the copy that ranks compute with is
+stored only where the master weights do not say what it is, which is where it follows them in compressed differences; a
+run that finds none makes it from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from taco_jax.data_parallel import DataParallel
+from taco_jax.shares import Cut
+
+_WHOLE = "whole"  # of a leaf that is stored as it is
+
+
+class Stored:
+    """The way between a state and what is stored of it. shapes: of the latter, with the mesh's shardings."""
+
+    def __init__(self, data_parallel: DataParallel, optimizer: Any, state: Any):
+        """state: the training state as ShapeDtypeStructs with shardings."""
+        import optax
+
+        self._dp, none = data_parallel, jax.tree.map(lambda _: _WHOLE, state)
+        if data_parallel.sharded:
+            padded = jax.tree.map(lambda c: c if c.padding else _WHOLE, data_parallel.cuts)
+            moments = optax.tree_utils.tree_map_params(
+                optimizer, lambda _, c: c, state.opt_state, padded, transform_non_params=lambda _: _WHOLE
+            )
+            params = padded if data_parallel.has_copy else none.params
+            none = dataclasses.replace(none, params=params, opt_state=moments)
+        # One entry for each leaf of a state: its cut where it is padded.
+        self._cuts: list[Cut | None] = [c if isinstance(c, Cut) else None for c in jax.tree.leaves(none)]
+        self.shapes = self._kept(jax.tree.unflatten(jax.tree.structure(state), self._shapes(jax.tree.leaves(state))))
+
+    def _shapes(self, leaves: list) -> list:
+        return [a if c is None else self._shape(a, c) for a, c in zip(leaves, self._cuts)]
+
+    def _shape(self, a, c: Cut) -> jax.ShapeDtypeStruct:
+        # Of the leaf's global size: other axes have as many parts of it as before.
+        shape = list(a.shape)
+        shape[c.dim] = a.shape[c.dim] // (c.share * c.ranks) * c.shape[c.dim]
+        return jax.ShapeDtypeStruct(tuple(shape), a.dtype, sharding=NamedSharding(self._dp.mesh, c.spec))
+
+    def _kept(self, state: Any) -> Any:
+        return state if self._dp.differences else dataclasses.replace(state, copy=None)
+
+    def pack(self, state: Any) -> Any:
+        """A state -> what is stored of it. Arrays that need no change are the state's own."""
+
+        def whole(x, c: Cut):
+            x = lax.all_gather(x, "dp", axis=c.dim, tiled=True, to="invarying")
+            return lax.slice_in_dim(x, 0, c.shape[c.dim], axis=c.dim)
+
+        return self._kept(self._convert(state, whole, Cut.share_spec, lambda c: c.spec))
+
+    def unpack(self, stored: Any) -> Any:
+        """The inverse; `copy` may be None where the state has one."""
+        dp, copy = self._dp, stored.copy
+        stored = dataclasses.replace(stored, copy=None)
+        state = self._convert(stored, lambda x, c: c.own(x), lambda c: c.spec, Cut.share_spec)
+        if dp.has_copy and copy is None:
+            make = lambda masters: jax.tree.map(lambda w: w.astype(dp.copy_dtype), dp.whole(masters))
+            shardings = jax.tree.map(lambda spec: NamedSharding(dp.mesh, spec), dp.specs)
+            copy = jax.jit(make, out_shardings=shardings)(state.params)
+        return dataclasses.replace(state, copy=copy)
+
+    def _convert(self, state: Any, change, spec_in, spec_out) -> Any:
+        """`change` of the padded leaves alone; all others stay the arrays that they are."""
+        leaves, structure = jax.tree.flatten(state)
+        found = [(i, c) for i, c in enumerate(self._cuts[: len(leaves)]) if c is not None]
+        if not found:
+            return state
+        cuts = [c for _, c in found]
+        run = jax.shard_map(
+            lambda xs: [change(x, c) for x, c in zip(xs, cuts)],
+            mesh=self._dp.mesh,
+            in_specs=([spec_in(c) for c in cuts],),
+            out_specs=[spec_out(c) for c in cuts],
+        )
+        for (i, _), new in zip(found, jax.jit(run)([leaves[i] for i, _ in found])):
+            leaves[i] = new
+        return jax.tree.unflatten(structure, leaves)
