@@ -90,8 +90,7 @@ class DataParallelConfig:
     zero1: bool = False
     """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
     parameters: str = "none"
-    """With zero1, how updated weights are sent: none (float32), bfloat16, or a codec, for the difference to the copy
-    that every rank holds; the last two keep float32 master weights, cut over dp too."""
+    """How zero1 sends updated weights: none (float32), bfloat16, or a codec, for the change of all ranks' copy."""
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
     devices_per_host: int | None = None

@@ -78,6 +78,11 @@ class DataParallel:
         return sorted({*self.levels.codecs, *([c.parameters] if self.differences else [])})
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of one rank's gradients before they are summed, on one device."""
+        return sum(4 * math.prod(c.shape) for c in self._cuts)
+
+    @property
     def share_specs(self) -> Any:
         return jax.tree.map(lambda c: c.share_spec(), self.cuts)
 
@@ -102,15 +107,20 @@ class DataParallel:
             in_specs=(jax.tree.map(lambda spec: P(axis, *spec), self.specs),),
             out_specs=jax.tree.map(lambda c: c.share_spec(axis), self.cuts) if self.sharded else self.specs,
         )
-        with sites.marked("gradient", "backward"):
-            return run(partial)
+        return run(partial)
 
     def _reduce(self, grads: Any) -> Any:
-        leaves, block = self._tree.flatten_up_to(grads), self._block(*(level.codec for level in self.levels.levels))
-        if self.ranks == 1 or (not self.sharded and all(level.codec.exact for level in self.levels.levels)):
-            size = sum(leaf.size for leaf in leaves)
-            sites.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32), kind="other")
+        codecs = [level.codec for level in self.levels.levels]
+        if self.ranks == 1 or (not self.sharded and all(codec.exact for codec in codecs)):
+            # XLA makes its own buckets of an exact sum.
+            size = sum(leaf.size for leaf in jax.tree.leaves(grads))
+            sites.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
             return lax.psum(grads, "dp")
+        with sites.marked("gradient", "backward"):
+            return self._reduce_buckets(grads, self._block(*codecs))
+
+    def _reduce_buckets(self, grads: Any, block: int) -> Any:
+        leaves = self._tree.flatten_up_to(grads)
         out = list(leaves)
         for number, bucket in enumerate(self._buckets):
             site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
@@ -167,7 +177,7 @@ class DataParallel:
         """(parameters, copy) of the next state, from updated masters and the copy so far."""
         if not self.sharded:
             return masters, None
-        local = functools.partial(self._gather, codec=as_codec(self._parameter_codec), dtype=self._gather_dtype)
+        local = functools.partial(self._gather, codec=as_codec(self._parameter_codec), dtype=self.gather_dtype)
         with sites.marked("parameter", "forward"):
             if not self.differences:
                 whole = self._map(local, self.share_specs, out_specs=self.specs)(masters)
@@ -190,7 +200,8 @@ class DataParallel:
         return self.config.data_parallel.parameters if self.differences else "none"
 
     @property
-    def _gather_dtype(self):
+    def gather_dtype(self):
+        """Of the values that `spread` sends, before any codec."""
         return self.copy_dtype if self.has_copy and not self.differences else jnp.dtype(jnp.float32)
 
     def _gather(self, shares: Any, codec: Codec, dtype) -> Any:

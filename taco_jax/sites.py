@@ -117,7 +117,7 @@ def repeat(n: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def marked(kind: str, direction: str) -> Iterator[None]:
-    """Collectives traced inside the block that are not differentiated are listed with this kind and direction."""
+    """Collectives traced inside the block, which nobody differentiates, are listed with this kind and direction."""
     token = _mark.set((kind, direction))
     try:
         yield
@@ -138,7 +138,7 @@ def add(
     if table is None or ranks == 1 or elements == 0:
         return
     calls = current_calls() if calls is None else calls
-    if kind == "activation" and _mark.get() is not None:
+    if _mark.get() is not None:
         kind, direction = _mark.get()
     share = _SENT[op](ranks)
     sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
