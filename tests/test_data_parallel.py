@@ -91,9 +91,9 @@ SUMS = [
             (8, 1, "none", 1e-6, {}),
             (3, 2, "mxfp8", 0.06, {}),
             (8, 1, "int4h", 0.2, {}),
-            (8, 1, "sdp4", 0.13, dict(devices_per_host=1)),
+            (8, 1, "sdp4", 0.2, dict(devices_per_host=1)),
             (6, 1, "sdp4", 0.13, dict(devices_per_host=3, bucket_mb=0.004)),
-            (8, 1, "sdp4", 0.13, dict(devices_per_host=2)),
+            (8, 1, "sdp4", 0.2, dict(devices_per_host=2)),
         ]
     ),
 ]
