@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax import collectives, levels, sites
 from taco_jax.codec import Codec, as_codec
+from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.region import axis_tuple
 from taco_jax.config import TrainConfig
 from taco_jax.plan import MAX_CHUNKS
@@ -126,7 +127,7 @@ class DataParallel:
             site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
             if self.sharded:
                 rows = [c.rows(leaves[i]) for c, i in zip(cuts, bucket)]
-                packed = self._reduce_scatter(pack(rows, block), site)
+                packed = self._reduce_scatter(self._tiled(pack(rows, block), self.levels.levels[0].codec), site)
                 for c, i, part in zip(cuts, bucket, unpack(packed, [r.shape[-1] for r in rows], block)):
                     out[i] = c.without_padding(part.reshape(c.share_shape), self.levels.axis)
             else:
@@ -210,7 +211,7 @@ class DataParallel:
         out = list(leaves)
         for number, bucket in enumerate(self._buckets):
             cuts = [self._cuts[i] for i in bucket]
-            x_N = pack([leaves[i].reshape(-1) for i in bucket], block).astype(dtype)
+            x_N = self._tiled(pack([leaves[i].reshape(-1) for i in bucket], block), codec).astype(dtype)
             if dtype == BF16:
                 # As bits: XLA on CPU would widen the message.
                 x_N = lax.bitcast_convert_type(x_N, jnp.uint16)
@@ -230,6 +231,12 @@ class DataParallel:
         chunks = min(MAX_CHUNKS, math.ceil(size / self._limit))
         backend = self.config.compression.backend
         return {"codec": codec, "chunks": chunks, "backend": backend, "link": "nccl", "site": site}
+
+    def _tiled(self, x: jax.Array, codec: Codec) -> jax.Array:
+        """Shares [..., N] of whole tiles of kernels where that costs little: an all-reduce sees to it by itself."""
+        if codec.exact:
+            return x
+        return pack([x], chunk_elements(codec, self.ranks * x.shape[-1], self.ranks))
 
     @staticmethod
     def _block(*codecs: Codec) -> int:

@@ -158,10 +158,10 @@ def _data_parallel_text(program: step_lib.Program) -> list[str]:
     if not dp.sharded:
         lines.append("  optimiser state: whole on every rank (data_parallel.zero1 cuts it)")
     else:
-        whole = f"whole on every rank in {dp.copy_dtype}" if dp.has_copy else "whole on every rank in float32"
-        masters = f", float32 masters in {dp.ranks} shares" if dp.has_copy else ""
-        sent = f"their change to the copy in {c.parameters}" if dp.differences else f"exactly, in {dp.gather_dtype}"
-        lines.append(f"  optimiser state: in {dp.ranks} shares; parameters {whole}{masters}, sent {sent}")
+        lines.append(f"  optimiser state: in {dp.ranks} shares{', float32 master weights too' if dp.has_copy else ''}")
+        kept = dp.copy_dtype if dp.has_copy else "float32"
+        sent = f"changes sent in {c.parameters}" if dp.differences else f"sent in {dp.gather_dtype}"
+        lines.append(f"  parameters: whole on every rank in {kept}, {sent}")
     return ["\n".join(lines)]
 
 

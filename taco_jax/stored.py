@@ -9,6 +9,7 @@ run that finds none makes it from them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,20 +29,19 @@ class Stored:
         """state: the training state as ShapeDtypeStructs with shardings."""
         import optax
 
-        self._dp, none = data_parallel, jax.tree.map(lambda _: _WHOLE, state)
+        self._dp, tags = data_parallel, jax.tree.map(lambda _: _WHOLE, state)
         if data_parallel.sharded:
             padded = jax.tree.map(lambda c: c if c.padding else _WHOLE, data_parallel.cuts)
             moments = optax.tree_utils.tree_map_params(
                 optimizer, lambda _, c: c, state.opt_state, padded, transform_non_params=lambda _: _WHOLE
             )
-            params = padded if data_parallel.has_copy else none.params
-            none = dataclasses.replace(none, params=params, opt_state=moments)
+            params = padded if data_parallel.has_copy else tags.params
+            tags = dataclasses.replace(tags, params=params, opt_state=moments)
         # One entry for each leaf of a state: its cut where it is padded.
-        self._cuts: list[Cut | None] = [c if isinstance(c, Cut) else None for c in jax.tree.leaves(none)]
-        self.shapes = self._kept(jax.tree.unflatten(jax.tree.structure(state), self._shapes(jax.tree.leaves(state))))
-
-    def _shapes(self, leaves: list) -> list:
-        return [a if c is None else self._shape(a, c) for a, c in zip(leaves, self._cuts)]
+        self._cuts: list[Cut | None] = [c if isinstance(c, Cut) else None for c in jax.tree.leaves(tags)]
+        leaves, structure = jax.tree.flatten(state)
+        shapes = [a if c is None else self._shape(a, c) for a, c in zip(leaves, self._cuts)]
+        self.shapes = self._kept(jax.tree.unflatten(structure, shapes))
 
     def _shape(self, a, c: Cut) -> jax.ShapeDtypeStruct:
         # Of the leaf's global size: other axes have as many parts of it as before.
@@ -54,37 +54,45 @@ class Stored:
 
     def pack(self, state: Any) -> Any:
         """A state -> what is stored of it. Arrays that need no change are the state's own."""
+        return self._kept(self._change(state, self._without_padding))
 
+    def unpack(self, stored: Any) -> Any:
+        """The inverse; `copy` may be None where the state has one."""
+        state = self._change(stored, self._own_shares)
+        if self._dp.has_copy and state.copy is None:
+            make = lambda masters: jax.tree.map(lambda w: w.astype(self._dp.copy_dtype), self._dp.whole(masters))
+            shardings = jax.tree.map(lambda spec: NamedSharding(self._dp.mesh, spec), self._dp.specs)
+            state = dataclasses.replace(state, copy=jax.jit(make, out_shardings=shardings)(state.params))
+        return state
+
+    def _change(self, state: Any, run) -> Any:
+        """`run` of the padded leaves alone; all others stay the arrays that they are."""
+        # A copy, which may be there or not, has the last leaves.
+        leaves, structure = jax.tree.flatten(state)
+        padded = [i for i, c in enumerate(self._cuts[: len(leaves)]) if c is not None]
+        if padded:
+            for i, new in zip(padded, run([leaves[i] for i in padded])):
+                leaves[i] = new
+        return jax.tree.unflatten(structure, leaves)
+
+    @functools.cached_property
+    def _without_padding(self):
         def whole(x, c: Cut):
             x = lax.all_gather(x, "dp", axis=c.dim, tiled=True, to="invarying")
             return lax.slice_in_dim(x, 0, c.shape[c.dim], axis=c.dim)
 
-        return self._kept(self._convert(state, whole, Cut.share_spec, lambda c: c.spec))
+        return self._jitted(whole, Cut.share_spec, lambda c: c.spec)
 
-    def unpack(self, stored: Any) -> Any:
-        """The inverse; `copy` may be None where the state has one."""
-        dp, copy = self._dp, stored.copy
-        stored = dataclasses.replace(stored, copy=None)
-        state = self._convert(stored, lambda x, c: c.own(x), lambda c: c.spec, Cut.share_spec)
-        if dp.has_copy and copy is None:
-            make = lambda masters: jax.tree.map(lambda w: w.astype(dp.copy_dtype), dp.whole(masters))
-            shardings = jax.tree.map(lambda spec: NamedSharding(dp.mesh, spec), dp.specs)
-            copy = jax.jit(make, out_shardings=shardings)(state.params)
-        return dataclasses.replace(state, copy=copy)
+    @functools.cached_property
+    def _own_shares(self):
+        return self._jitted(lambda x, c: c.own(x), lambda c: c.spec, Cut.share_spec)
 
-    def _convert(self, state: Any, change, spec_in, spec_out) -> Any:
-        """`change` of the padded leaves alone; all others stay the arrays that they are."""
-        leaves, structure = jax.tree.flatten(state)
-        found = [(i, c) for i, c in enumerate(self._cuts[: len(leaves)]) if c is not None]
-        if not found:
-            return state
-        cuts = [c for _, c in found]
+    def _jitted(self, change, spec_in, spec_out):
+        cuts = [c for c in self._cuts if c is not None]
         run = jax.shard_map(
             lambda xs: [change(x, c) for x, c in zip(xs, cuts)],
             mesh=self._dp.mesh,
             in_specs=([spec_in(c) for c in cuts],),
             out_specs=[spec_out(c) for c in cuts],
         )
-        for (i, _), new in zip(found, jax.jit(run)([leaves[i] for i, _ in found])):
-            leaves[i] = new
-        return jax.tree.unflatten(structure, leaves)
+        return jax.jit(run)
