@@ -118,8 +118,8 @@ class Program:
         }
         self._check_codecs()
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps)
-        self.param_shapes = jax.eval_shape(self._new_params, jax.random.key(0))
-        self.data_parallel = DataParallel(config, mesh, self._param_specs, self.param_shapes)
+        shapes = jax.eval_shape(self._new_params, jax.random.key(0))
+        self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
         self.state_shapes = self._abstract_state()
         self.stored = Stored(self.data_parallel, self._optimizer, self.state_shapes)
 
