@@ -17,7 +17,8 @@ import jax
 from taco_jax.config import CheckpointConfig, ConfigError
 from taco_jax.workdir import set_aside
 
-_SCALES = "scales"
+# Parts of a state that a run can do without: what is stored is used where it fits.
+_SCALES, _COPY = "scales", "copy"
 
 
 class CheckpointError(ConfigError):
@@ -47,6 +48,7 @@ class Checkpoints:
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             _SCALES: ocp.StandardCheckpointHandler(),
+            _COPY: ocp.StandardCheckpointHandler(),
             "run": ocp.JsonCheckpointHandler(),
         }
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
@@ -73,10 +75,9 @@ class Checkpoints:
         if not self._config.enabled or step in self._manager.all_steps():
             return
         args, arrays = self._ocp.args, _fields(state)
-        scales = arrays.pop(_SCALES, None)
+        parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
         items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
-        if jax.tree.leaves(scales):
-            items[_SCALES] = args.StandardSave(scales)
+        items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
         self._manager.save(step, args=args.Composite(**items), force=True)
 
     def choose(self, requested: int | None) -> int | None:
@@ -116,7 +117,7 @@ class Checkpoints:
     def restore(
         self, step: int, shapes: Any, vocab_size: int, fresh_scales: Callable[[], Any]
     ) -> tuple[Any, dict[str, Any], list[str]]:
-        """(state, run, remarks) of checkpoint `step`.
+        """(state, run, remarks) of checkpoint `step`. The state's `copy` is None where none like it is stored.
 
         Args:
           shapes: the state as ShapeDtypeStructs with the shardings of the current mesh.
@@ -125,7 +126,7 @@ class Checkpoints:
             checkpoint without) or have another history. Stored ones of sites that the run has not are left out.
         """
         args, targets = self._ocp.args, _fields(shapes)
-        scales = targets.pop(_SCALES, None)
+        scales, copy = targets.pop(_SCALES, None), targets.pop(_COPY, None)
         self._manager.wait_until_finished()
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
         self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
@@ -133,6 +134,9 @@ class Checkpoints:
         stored = _tree(meta, _SCALES) or {}
         if scales and stored:
             items[_SCALES] = args.StandardRestore(_alike(stored, scales))
+        same_copy = _described(copy) == _described(_tree(meta, _COPY))
+        if same_copy and copy is not None:
+            items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
         remarks = []
         restored = dict(found["state"])
@@ -146,6 +150,10 @@ class Checkpoints:
                 remarks.append(
                     f"site scales{which} start uncalibrated: the checkpoint's are of other sites or another history"
                 )
+        if copy is not None:
+            restored[_COPY] = found[_COPY] if same_copy else None
+            if not same_copy:
+                remarks.append("the ranks' copy of the parameters starts from the master weights")
         return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
 
     def _readable(self, step: int, read: Callable[[], Any]) -> Any:

@@ -100,6 +100,22 @@ class PipelineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataParallelConfig:
+    """What data-parallel ranks send each other, and what each of them holds."""
+
+    gradients: str = "none"
+    """Codec of the gradients' sum over dp (int8h, int4h, ...); sdp4: int8h inside a host, int4h between hosts; none."""
+    zero1: bool = False
+    """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
+    parameters: str = "none"
+    """How zero1 sends updated weights: none (float32), bfloat16, or a codec, for the change of all ranks' copy."""
+    bucket_mb: float = 256.0
+    """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
+    devices_per_host: int | None = None
+    """Consecutive devices of the mesh that sdp4 takes for one host; None: as JAX says."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Where the tokens come from."""
 
@@ -189,6 +205,8 @@ class TrainConfig:
     """How tensor-parallel messages are compressed."""
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     """How stages work and send; used with mesh.pp above 1."""
+    data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
+    """Data parallelism: gradients, optimiser state, weights."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """Training and validation data."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -330,6 +348,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_model(config)
     _check_stages(config)
     _check_codecs(config, codecs)
+    _check_data_parallel(config, codecs)
     parse_devices(config.devices)
     return config
 
@@ -463,6 +482,27 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
     for key, name in names.items():
         if name not in codecs:
             raise ConfigError(f"{key}={name!r}: no such codec preset; {nearest(name, codecs)}")
+
+
+def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:
+    if codecs is None:
+        from taco_jax.codec import CODECS as codecs
+    d = config.data_parallel
+    for key, extra in (("gradients", "sdp4"), ("parameters", "bfloat16")):
+        value = getattr(d, key)
+        known = [*codecs, extra]
+        if value not in known:
+            raise ConfigError(f"data_parallel.{key}={value!r}: no such codec preset; {nearest(value, known)}")
+    if d.parameters != "none" and not d.zero1:
+        raise ConfigError(
+            f"data_parallel.parameters={d.parameters!r}: without data_parallel.zero1 no weights are sent; set "
+            "data_parallel.zero1, or leave it at 'none'"
+        )
+    rule = "must be above 0 and finite, for example 256"
+    _require(0 < d.bucket_mb < math.inf, config, "data_parallel.bucket_mb", rule)
+    hosts = d.devices_per_host
+    rule = "must be at least 1, or None for what JAX says"
+    _require(hosts is None or hosts >= 1, config, "data_parallel.devices_per_host", rule)
 
 
 def codec_pair(text: str) -> tuple[str, str]:

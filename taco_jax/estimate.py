@@ -20,6 +20,7 @@ from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
 from taco_jax.config import ConfigError, TrainConfig, microbatch, to_dict
+from taco_jax.levels import SDP4, ranks_per_host
 from taco_jax.mesh import make_mesh
 
 GB = 1e9
@@ -30,6 +31,7 @@ class Memory:
     """Bytes on one device. peak: XLA's arguments + outputs + temporaries - donated buffers of the compiled step."""
 
     params: int
+    copy: int
     optimizer: int
     scales: int
     gradients: int
@@ -53,10 +55,9 @@ def memory(program: step_lib.Program) -> Memory:
         + analysis.temp_size_in_bytes
         - analysis.alias_size_in_bytes
     )
-    params = local_bytes(shapes.params)
     return Memory(
-        params, local_bytes(shapes.opt_state), local_bytes(shapes.scales), params, local_bytes(program.batch_shapes),
-        analysis.temp_size_in_bytes, peak,
+        local_bytes(shapes.params), local_bytes(shapes.copy), local_bytes(shapes.opt_state), local_bytes(shapes.scales),
+        program.data_parallel.gradient_bytes, local_bytes(program.batch_shapes), analysis.temp_size_in_bytes, peak,
     )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     choices = trace(program)
     kernels = _kernel_text(program, choices)
     stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
-    return "\n\n".join([_config_text(config), kernels, *stages, _memory_text(config, program), _site_text(program)])
+    texts = [_config_text(config), kernels, *stages, *_data_parallel_text(program)]
+    return "\n\n".join([*texts, _memory_text(config, program), _site_text(program)])
 
 
 def trace(program: step_lib.Program) -> backend.Choices:
@@ -92,7 +94,7 @@ def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
     """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
     device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
-    for codec in program.codecs:
+    for codec in sorted({*program.codecs, *program.data_parallel.codecs}):
         by_choice: dict[tuple[str, str], list[str]] = {}
         for operation in OPERATIONS:
             for choice in choices.get((codec, operation), ()):
@@ -161,12 +163,40 @@ def _pipeline_text(program: step_lib.Program) -> str:
     return "\n".join(lines)
 
 
+def _data_parallel_text(program: step_lib.Program) -> list[str]:
+    """How gradients are summed over dp and who holds what; nothing where dp is 1."""
+    dp, c = program.data_parallel, program.config.data_parallel
+    if dp.ranks == 1:
+        return []
+    levels = [f"{level.codec.name} over {level.ranks} ranks ({level.axis})" for level in dp.levels.levels]
+    lines = [f"data parallelism (dp {dp.ranks})", f"  gradients: {', then '.join(levels)}, float32 sums"]
+    if c.gradients == SDP4:
+        inside = ranks_per_host(program.mesh, c.devices_per_host)
+        hosts = f"{dp.ranks // inside} hosts of {inside} ranks" if inside < dp.ranks else "one host"
+        level = {1: ", so only the level between hosts", dp.ranks: ", so only the level inside"}.get(inside, "")
+        source = "as JAX says" if c.devices_per_host is None else f"devices_per_host={c.devices_per_host}"
+        lines.append(f"  sdp4: {hosts}{level} ({source})")
+    if not dp.sharded:
+        lines.append("  optimiser state: whole on every rank (data_parallel.zero1 cuts it)")
+    else:
+        lines.append(f"  optimiser state: in {dp.ranks} shares{', float32 master weights too' if dp.has_copy else ''}")
+        kept = dp.copy_dtype if dp.has_copy else "float32"
+        sent = f"changes sent in {c.parameters}" if dp.differences else f"sent in {dp.gather_dtype}"
+        lines.append(f"  parameters: whole on every rank in {kept}, {sent}")
+    return ["\n".join(lines)]
+
+
 def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
     m = memory(program)
     platform = program.mesh.devices.flat[0].platform
+    shares = f", in {program.data_parallel.ranks} shares" if program.data_parallel.sharded else ""
+    copy = program.data_parallel.copy_dtype
+    params = [("parameters (float32 master, the only stored copy)", m.params)]
+    if m.copy:
+        params = [(f"parameters (float32 master{shares})", m.params), (f"parameters ({copy} copy in use)", m.copy)]
     rows = [
-        ("parameters (float32 master, the only stored copy)", m.params),
-        ("optimiser (AdamW, two float32 moments)", m.optimizer),
+        *params,
+        (f"optimiser (AdamW, two float32 moments{shares})", m.optimizer),
         ("site scales", m.scales),
         ("gradients (float32)", m.gradients),
         ("activations and workspace (XLA temporaries less gradients)", max(m.temporary - m.gradients, 0)),
@@ -198,5 +228,11 @@ def _site_text(program: step_lib.Program) -> str:
         lines.append(f"  {traffic} {sent / 1e6:.3f} MB a step, {saving}")
     else:
         lines.append(f"  {traffic}: none (tp 1)")
+    for kind, what in (("gradient", "gradients over dp"), ("parameter", "parameters over dp")):
+        sent, bf16 = program.table.total(kind)
+        if sent:
+            lines.append(
+                f"  {what} {sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less than bf16 ({bf16 / 1e6:.3f} MB)"
+            )
     lines.append(f"  all traffic {everything / 1e6:.3f} MB a step")
     return "\n".join(lines)

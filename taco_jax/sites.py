@@ -24,6 +24,7 @@ from jax import lax
 _table: contextvars.ContextVar[Table | None] = contextvars.ContextVar("taco_jax_sites", default=None)
 _calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", default=1)
 _forward_again: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_forward_again", default=1)
+_mark: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar("taco_jax_mark", default=None)
 
 # Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full
 # tensor.
@@ -46,7 +47,8 @@ class Row:
       op: the jax.lax operation that the message stands for. axis: the mesh axes. ranks: how many devices take part.
       elements: of the full tensor on one device (an all_gather's output, a psum_scatter's input). dtype: the values'
         dtype.
-      codec: preset name or description. kind: "activation" (TP traffic) or "other" (scalars, norm weights, gradients).
+      codec: preset name or description. kind: "activation" (TP traffic), "gradient" and "parameter" (messages over dp,
+        in buckets), or "other" (scalars, norm weights, a sum of gradients without buckets).
       calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
       hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
     """
@@ -127,6 +129,16 @@ def forward_again(times: int = 2) -> Iterator[None]:
         _forward_again.reset(token)
 
 
+@contextlib.contextmanager
+def marked(kind: str, direction: str) -> Iterator[None]:
+    """Collectives traced inside the block, which nobody differentiates, are listed with this kind and direction."""
+    token = _mark.set((kind, direction))
+    try:
+        yield
+    finally:
+        _mark.reset(token)
+
+
 def current_calls(direction: str = "backward") -> int:
     """How often a collective traced now runs per step. Forward rules keep it for backward rules, traced much later."""
     return _calls.get() * (_forward_again.get() if direction == "forward" else 1)
@@ -140,6 +152,8 @@ def add(
     if table is None or ranks == 1 or elements == 0:
         return
     calls = current_calls() if calls is None else calls
+    if _mark.get() is not None:
+        kind, direction = _mark.get()
     share = _SENT[op](ranks)
     sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
     hlo = hlo or ((HLO_OPCODE[op], str(dtype), elements // ranks if op == "psum_scatter" else elements),)

@@ -1,9 +1,9 @@
 """The training step: one jitted program that donates its state.
 
-A full-manual shard_map over (dp, pp, tp) holds forward pass, pipeline, gradient and the sum over dp; around it, in the
-same program, the optimiser, the site scales and the decision to keep a step. Gradients over dp are summed in float32:
-the float32 parameters are made varying over dp before they are cast, so that autodiff leaves that sum to us and
-accumulated microbatches need it once.
+A full-manual shard_map over (dp, pp, tp) holds forward pass, pipeline and gradient, others the messages of data
+parallelism (`taco_jax.data_parallel`); around them, in the same program, the optimiser, the site scales and the
+decision to keep a step. Gradients over dp are summed in float32: the float32 parameters are made varying over dp before
+they are cast, so that autodiff leaves that sum to us and accumulated microbatches need it once.
 
 Dim letters: A microbatches, B sequences, L tokens, K slot width.
 """
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule
+from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder
 from taco_jax.models.parallel import Parallel
@@ -34,6 +35,7 @@ from taco_jax.pipeline import layout
 from taco_jax.pipeline import program as pipeline
 from taco_jax.plan import Compression, Plan
 from taco_jax.scales import SiteScales, merge_uses, new_scale_state, update_scale_state
+from taco_jax.stored import Stored
 from taco_jax.tensor_parallel import to_varying
 
 # How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
@@ -56,7 +58,8 @@ class TrainState:
     """What a step reads and writes.
 
     step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
-    name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else.
+    name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else. copy:
+    the parameters that the model computes with, where params are masters of which each rank has a share; else None.
     """
 
     step: Any
@@ -65,6 +68,12 @@ class TrainState:
     scales: Any
     skipped: Any
     skipped_in_a_row: Any
+    copy: Any = None
+
+    @property
+    def weights(self) -> Any:
+        """What the model computes with."""
+        return self.params if self.copy is None else self.copy
 
 
 def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
@@ -117,7 +126,10 @@ class Program:
         }
         self._check_codecs()
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, 1 if self._chunks == 1 else 2)
-        self.state_shapes = self._abstract_state(self._param_specs, self._new_state)
+        shapes = jax.eval_shape(self._new_params, jax.random.key(0))
+        self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
+        self.state_shapes = self._abstract_state()
+        self._stored = Stored(self.data_parallel, self._optimizer, self.state_shapes)
 
     @property
     def codecs(self) -> list[str]:
@@ -149,11 +161,17 @@ class Program:
         shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
         return jax.jit(self._new_state, out_shardings=shardings)(key)
 
-    def _new_state(self, key) -> TrainState:
+    def _new_params(self, key) -> Any:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
-        params = jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
+        return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
+
+    def _new_state(self, key) -> TrainState:
+        dp, params, copy = self.data_parallel, self._new_params(key), None
+        masters = dp.own(params) if dp.sharded else params
+        if dp.has_copy:
+            params, copy = masters, jax.tree.map(lambda p: p.astype(dp.copy_dtype), params)
         zero = np.int32(0)
-        return TrainState(zero, params, self._optimizer.init(params), self._new_scales(), zero, zero)
+        return TrainState(zero, params, self._optimizer.init(masters), self._new_scales(), zero, zero, copy)
 
     def _new_scales(self):
         history = self.config.compression.history
@@ -166,51 +184,54 @@ class Program:
 
     def to_stored(self, state: TrainState) -> TrainState:
         """The state as checkpoints have it, of shapes that do not depend on mesh or schedule: `stored_shapes`."""
+        state = self._stored.pack(state)
         return state if self._chunks == 1 else self._reshaped(layout.join, state, self.stored_shapes)
 
     def from_stored(self, state: TrainState) -> TrainState:
-        """The inverse of `to_stored`."""
-        return state if self._chunks == 1 else self._reshaped(layout.split, state, self.state_shapes)
+        """The inverse of `to_stored`; `copy` may be None where the state has one."""
+        if self._chunks > 1:
+            shapes = self._stored.shapes
+            shapes = shapes if state.copy is not None else dataclasses.replace(shapes, copy=None)
+            state = self._reshaped(layout.split, state, shapes)
+        return self._stored.unpack(state)
 
     @functools.cached_property
     def stored_shapes(self) -> TrainState:
-        if self._chunks == 1:
-            return self.state_shapes
-        whole = dataclasses.replace(self.schedule_of_stages, chunks=1)
-        specs = layout.specs(decoder.param_specs(self.config.model, self.config.mesh.tp), whole)
-        return self._abstract_state(specs, lambda key: self._each_param(layout.join, self._new_state(key)))
+        return self._each_param(layout.joined(self._chunks, self.mesh), self._stored.shapes)
 
     def _reshaped(self, way, state: TrainState, shapes: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda a: a.sharding, shapes)
-        return jax.jit(functools.partial(self._each_param, way), out_shardings=shardings)(state)
+        return jax.jit(functools.partial(self._each_param, way(self._chunks)), out_shardings=shardings)(state)
 
-    def _each_param(self, way, state: TrainState) -> TrainState:
-        """The state with parameters and moments as `way`, layout.split or layout.join, makes them."""
+    def _each_param(self, function, state: TrainState) -> TrainState:
+        """The state with function(leaf, whether it is stacked over layers) of parameters, moments and copy."""
         import optax
 
-        function, stacked = way(self._chunks), layout.in_layers(state.params)
-        params = jax.tree.map(function, state.params, stacked)
+        stacked = layout.in_layers(state.params)
+        each = lambda tree: None if tree is None else jax.tree.map(function, tree, stacked)
         opt_state = optax.tree_utils.tree_map_params(self._optimizer, function, state.opt_state, stacked)
-        return dataclasses.replace(state, params=params, opt_state=opt_state)
+        return dataclasses.replace(state, params=each(state.params), opt_state=opt_state, copy=each(state.copy))
 
-    def _abstract_state(self, param_specs, make) -> TrainState:
+    def _abstract_state(self) -> TrainState:
         import optax
 
-        shapes = jax.eval_shape(make, jax.random.key(0))
+        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
         replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
+        dp = self.data_parallel
         specs = TrainState(
             P(),
-            param_specs,
+            dp.master_specs,
             optax.tree_utils.tree_map_params(
                 self._optimizer,
                 lambda _, spec: spec,
                 shapes.opt_state,
-                param_specs,
+                dp.share_specs if dp.sharded else self._param_specs,
                 transform_non_params=lambda _: P(),
             ),
             replicated(shapes.scales),
             P(),
             P(),
+            self._param_specs if dp.has_copy else None,
         )
         place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
         return jax.tree.map(place, shapes, specs)
@@ -269,21 +290,26 @@ class Program:
         return jax.jit(self._eval)
 
     def _step(self, state: TrainState, batch, *, with_stats: bool):
-        loss, grads, measures = self._gradients(state, batch["tokens"], with_stats)
+        loss, partial, measures = self._gradients(state, batch["tokens"], with_stats)
+        grads = self.data_parallel.reduce(partial)
         grad_norm = _global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p + u, state.params, updates)
+        old = self.data_parallel.masters(state.params)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, old)
+        masters = jax.tree.map(lambda p, u: p + u, old, updates)
         scales = {site: update_scale_state(state.scales[site], measures[site][..., 0]) for site in state.scales}
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
         bad = 1 - good.astype(jnp.int32)
+        params, copy = self.data_parallel.spread(keep(masters, old), state.copy)
         new = TrainState(
             step=state.step + 1,
-            params=keep(params, state.params),
+            params=params,
             opt_state=keep(opt_state, state.opt_state),
             scales=keep(scales, state.scales),
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
+            # A difference may be sent though no master has moved.
+            copy=keep(copy, state.copy),
         )
         metrics = {
             "loss": loss,
@@ -296,13 +322,13 @@ class Program:
         return new, metrics | ({"stats": measures} if with_stats else {})
 
     def _gradients(self, state: TrainState, tokens, with_stats: bool):
-        """(loss, gradients summed over dp, measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        """(loss, each dp rank's gradients [dp, ...], measures of the sites) of a batch of tokens int32[B, L + 1]."""
         config, width = self.config, len(STATS) if with_stats else 1
         predicted = tokens.shape[0] * (tokens.shape[1] - 1)
         exponents = self._exponents(state)
 
         def local(params, exponents, tokens_BL):
-            params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
+            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
             slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
 
             gradient = self._value_and_grad(exponents, predicted)
@@ -321,15 +347,15 @@ class Program:
                 measures = jax.tree.map(merge_uses, measures)
             if self.schedule_of_stages is not None:
                 total, grads = pipeline.sum_over_stages(total, grads)
-            return _dp_sum("dp/loss", total), _dp_sum("dp/grads", grads), _over_devices(measures)
+            return _dp_sum("dp/loss", total), jax.tree.map(lambda g: g[None], grads), _over_devices(measures)
 
         run = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(self._param_specs, P(), P("dp")),
-            out_specs=(P(), self._param_specs, P()),
+            out_specs=(P(), self.data_parallel.partial_specs, P()),
         )
-        return run(state.params, exponents, tokens)
+        return run(state.weights, exponents, tokens)
 
     def _value_and_grad(self, exponents, predicted: int):
         """f(params, slots, tokens int32[B, L + 1]) -> (part of the mean loss over `predicted` tokens, gradients)."""
@@ -351,7 +377,7 @@ class Program:
         weights = batch.get("weights", jnp.ones(tokens[:, 1:].shape))
 
         def local(params, exponents, tokens_BL, weights_BL):
-            params = jax.tree.map(lambda p: to_varying(p, self._axes), params)
+            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
 
             def microbatch(carry, batch):
                 result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
@@ -365,7 +391,7 @@ class Program:
 
         specs = (self._param_specs, P(), P("dp"), P("dp"))
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
-        return run(state.params, self._exponents(state), tokens, weights)
+        return run(state.weights, self._exponents(state), tokens, weights)
 
     def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
@@ -424,10 +450,9 @@ def _attention(config: TrainConfig, mesh: Mesh) -> str | None:
     return "cudnn" if platform == "gpu" and dtype != "float32" and head_dim % 8 == 0 and head_dim <= 128 else None
 
 
-def _dp_sum(site: str, tree):
-    size = sum(leaf.size for leaf in jax.tree.leaves(tree))
-    sites.exact(site, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
-    return lax.psum(tree, "dp")
+def _dp_sum(site: str, x):
+    sites.exact(site, "backward", "psum", "dp", x)
+    return lax.psum(x, "dp")
 
 
 def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -136,13 +136,13 @@ class Run:
         if chosen is None:
             self.state = self.program.init(jax.random.key(config.seed))
         else:
-            state, run, remarks = self.checkpoints.restore(
+            stored, run, remarks = self.checkpoints.restore(
                 chosen,
                 self.program.stored_shapes,
                 config.model.vocab_size,
                 lambda: self.program.init(jax.random.key(config.seed)).scales,
             )
-            self.state = self.program.from_stored(state)
+            self.state = self.program.from_stored(stored)
             self.batches.restore(run["data"])
             self.step = chosen
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
@@ -312,9 +312,8 @@ class Run:
         return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
 
     def save(self) -> None:
-        self.checkpoints.save(
-            self.step, self.program.to_stored(self.state), {"data": self.batches.state(), "seed": self.config.seed}
-        )
+        state = self.program.to_stored(self.state)
+        self.checkpoints.save(self.step, state, {"data": self.batches.state(), "seed": self.config.seed})
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""

@@ -5,7 +5,10 @@ import math
 import re
 
 OPCODES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-DTYPES = {"u8": "uint8", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "s32": "int32", "s8": "int8"}
+DTYPES = {
+    "u8": "uint8", "u16": "uint16", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "s32": "int32",
+    "s8": "int8",
+}  # fmt: skip
 _LINE = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(OPCODES)})(?:-start)?\(")
 _SHAPE = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
 

@@ -170,6 +170,21 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         ({"compression.exchange": "rings"}, "compression.exchange='rings': did you mean 'ring'?"),
         ({"compression.chunks": 0}, "compression.chunks=0: must be from 1 to 1024, or None"),
         ({"compression.chunks": 1025}, "compression.chunks=1025: must be from 1 to 1024, or None"),
+        (
+            {"data_parallel.gradients": "spd4"},
+            "data_parallel.gradients='spd4': no such codec preset; did you mean 'sdp4'",
+        ),
+        ({"data_parallel.gradients": "bfloat16"}, "data_parallel.gradients='bfloat16': no such codec preset"),
+        (
+            {"data_parallel.parameters": "int44h", "data_parallel.zero1": True},
+            "data_parallel.parameters='int44h': no such codec preset; did you mean 'int4h'",
+        ),
+        (
+            {"data_parallel.parameters": "int8h"},
+            "data_parallel.parameters='int8h': without data_parallel.zero1 no weights are sent; set ",
+        ),
+        ({"data_parallel.bucket_mb": 0.0}, "data_parallel.bucket_mb=0.0: must be above 0"),
+        ({"data_parallel.devices_per_host": 0}, "data_parallel.devices_per_host=0: must be at least 1, or None"),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (

@@ -8,7 +8,15 @@ import pytest
 
 from pallas_kernels import OPERATIONS
 from taco_jax import backend, estimate, step, tuned
-from taco_jax.config import CompressionConfig, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.config import (
+    CompressionConfig,
+    ConfigError,
+    DataConfig,
+    DataParallelConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from taco_jax.mesh import make_mesh
 
 CONFIG = TrainConfig(
@@ -125,6 +133,44 @@ def test_chains_that_make_messages_too_small_are_named():
     line = "chains=2 cuts the layers' messages to 8,192 bytes, which go exactly; --chains 1 compresses them"
     assert line in text(2, 10_000)
     assert "cuts" not in text(1, 10_000) and "cuts" not in text(2, 8_192) and "cuts" not in text(2, 20_000)
+
+
+def data_parallel(dp=4, **settings):
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=dp), data_parallel=DataParallelConfig(**settings))
+    p = step.build(config, make_mesh(dp))
+    return p, "\n".join(estimate._data_parallel_text(p)).splitlines()
+
+
+def test_what_data_parallel_ranks_send_and_hold():
+    assert data_parallel(1, gradients="int8h", zero1=True)[1] == []
+    assert data_parallel()[1] == [
+        "data parallelism (dp 4)",
+        "  gradients: none over 4 ranks (dp), float32 sums",
+        "  optimiser state: whole on every rank (data_parallel.zero1 cuts it)",
+    ]
+    assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [
+        "  gradients: int8h over 2 ranks (dp_in), then int4h over 2 ranks (dp_out), float32 sums",
+        "  sdp4: 2 hosts of 2 ranks (devices_per_host=2)",
+        "  optimiser state: in 4 shares, float32 master weights too",
+        "  parameters: whole on every rank in bfloat16, changes sent in int6h",
+    ]
+    for parameters, dtype in (("none", "float32"), ("bfloat16", "bfloat16")):
+        lines = data_parallel(gradients="sdp4", zero1=True, parameters=parameters)[1]
+        assert lines[2] == "  sdp4: one host, so only the level inside (as JAX says)"
+        assert lines[-1] == f"  parameters: whole on every rank in {dtype}, sent in {dtype}"
+    lines = data_parallel(gradients="sdp4", devices_per_host=1)[1]
+    assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (devices_per_host=1)"
+
+
+def test_bytes_over_dp_are_listed():
+    p, _ = data_parallel(gradients="int8h", zero1=True, parameters="int4h")
+    text = estimate._site_text(p)
+    for site, direction, codec in (("dp/grads/0", "backward", "int8h"), ("dp/params/0", "forward", "int4h")):
+        assert re.search(rf"^  {site} +{direction} .* {codec} ", text, re.M), site
+    for kind, what in (("gradient", "gradients over dp"), ("parameter", "parameters over dp")):
+        sent, bf16 = p.table.total(kind)
+        assert sent and f"  {what} {sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less" in text
+    assert p.table.total("activation") == (0, 0)
 
 
 def test_one_rank_sends_nothing():

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from taco_jax.collectives.region import axis_tuple
 from taco_jax.pipeline.schedule import Schedule
 from taco_jax.pipeline.send import AXIS
 
@@ -44,3 +46,17 @@ def split(chunks: int) -> Callable[[jax.Array, bool], jax.Array]:
 def join(chunks: int) -> Callable[[jax.Array, bool], jax.Array]:
     """The inverse of `split`."""
     return lambda a, stacked: a.reshape(-1, *a.shape[2:]) if stacked and chunks > 1 else a
+
+
+def joined(chunks: int, mesh: Mesh) -> Callable[[jax.ShapeDtypeStruct, bool], jax.ShapeDtypeStruct]:
+    """`join` of a leaf's description: the axes of both dims cut the one that they become."""
+
+    def describe(a: jax.ShapeDtypeStruct, stacked: bool) -> jax.ShapeDtypeStruct:
+        if not stacked or chunks == 1:
+            return a
+        spec = [*a.sharding.spec, *[None] * (len(a.shape) - len(a.sharding.spec))]
+        axes = tuple(axis for entry in spec[:2] if entry is not None for axis in axis_tuple(entry))
+        shape = (a.shape[0] * a.shape[1], *a.shape[2:])
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=NamedSharding(mesh, P(axes or None, *spec[2:])))
+
+    return describe

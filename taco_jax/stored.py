@@ -1,0 +1,98 @@
+"""What a checkpoint holds of a training state, the same on every mesh: whole leaves, as the model has them.
+
+A state's arrays are stored as they are, however they are spread, with two exceptions. Shares of a leaf that no dim of
+which divides over dp (`taco_jax.shares`) are stored without their padding. And the copy that ranks compute with is
+stored only where the master weights do not say what it is, which is where it follows them in compressed differences; a
+run that finds none makes it from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from taco_jax.data_parallel import DataParallel
+from taco_jax.shares import Cut
+
+_WHOLE = "whole"  # of a leaf that is stored as it is
+
+
+class Stored:
+    """The way between a state and what is stored of it. shapes: of the latter, with the mesh's shardings."""
+
+    def __init__(self, data_parallel: DataParallel, optimizer: Any, state: Any):
+        """state: the training state as ShapeDtypeStructs with shardings."""
+        import optax
+
+        self._dp, tags = data_parallel, jax.tree.map(lambda _: _WHOLE, state)
+        if data_parallel.sharded:
+            padded = jax.tree.map(lambda c: c if c.padding else _WHOLE, data_parallel.cuts)
+            moments = optax.tree_utils.tree_map_params(
+                optimizer, lambda _, c: c, state.opt_state, padded, transform_non_params=lambda _: _WHOLE
+            )
+            params = padded if data_parallel.has_copy else tags.params
+            tags = dataclasses.replace(tags, params=params, opt_state=moments)
+        # One entry for each leaf of a state: its cut where it is padded.
+        self._cuts: list[Cut | None] = [c if isinstance(c, Cut) else None for c in jax.tree.leaves(tags)]
+        leaves, structure = jax.tree.flatten(state)
+        shapes = [a if c is None else self._shape(a, c) for a, c in zip(leaves, self._cuts)]
+        self.shapes = self._kept(jax.tree.unflatten(structure, shapes))
+
+    def _shape(self, a, c: Cut) -> jax.ShapeDtypeStruct:
+        # Of the leaf's global size: other axes have as many parts of it as before.
+        shape = list(a.shape)
+        shape[c.dim] = a.shape[c.dim] // (c.share * c.ranks) * c.shape[c.dim]
+        return jax.ShapeDtypeStruct(tuple(shape), a.dtype, sharding=NamedSharding(self._dp.mesh, c.spec))
+
+    def _kept(self, state: Any) -> Any:
+        return state if self._dp.differences else dataclasses.replace(state, copy=None)
+
+    def pack(self, state: Any) -> Any:
+        """A state -> what is stored of it. Arrays that need no change are the state's own."""
+        return self._kept(self._change(state, self._without_padding))
+
+    def unpack(self, stored: Any) -> Any:
+        """The inverse; `copy` may be None where the state has one."""
+        state = self._change(stored, self._own_shares)
+        if self._dp.has_copy and state.copy is None:
+            make = lambda masters: jax.tree.map(lambda w: w.astype(self._dp.copy_dtype), self._dp.whole(masters))
+            shardings = jax.tree.map(lambda spec: NamedSharding(self._dp.mesh, spec), self._dp.specs)
+            state = dataclasses.replace(state, copy=jax.jit(make, out_shardings=shardings)(state.params))
+        return state
+
+    def _change(self, state: Any, run) -> Any:
+        """`run` of the padded leaves alone; all others stay the arrays that they are."""
+        # A copy, which may be there or not, has the last leaves.
+        leaves, structure = jax.tree.flatten(state)
+        padded = [i for i, c in enumerate(self._cuts[: len(leaves)]) if c is not None]
+        if padded:
+            for i, new in zip(padded, run([leaves[i] for i in padded])):
+                leaves[i] = new
+        return jax.tree.unflatten(structure, leaves)
+
+    @functools.cached_property
+    def _without_padding(self):
+        def whole(x, c: Cut):
+            x = lax.all_gather(x, "dp", axis=c.dim, tiled=True, to="invarying")
+            return lax.slice_in_dim(x, 0, c.shape[c.dim], axis=c.dim)
+
+        return self._jitted(whole, Cut.share_spec, lambda c: c.spec)
+
+    @functools.cached_property
+    def _own_shares(self):
+        return self._jitted(lambda x, c: c.own(x), lambda c: c.spec, Cut.share_spec)
+
+    def _jitted(self, change, spec_in, spec_out):
+        cuts = [c for c in self._cuts if c is not None]
+        run = jax.shard_map(
+            lambda xs: [change(x, c) for x, c in zip(xs, cuts)],
+            mesh=self._dp.mesh,
+            in_specs=([spec_in(c) for c in cuts],),
+            out_specs=[spec_out(c) for c in cuts],
+        )
+        return jax.jit(run)

@@ -1,0 +1,53 @@
+"""The levels of sdp4: which ranks share a host."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import make_mesh
+
+from taco_jax import levels
+
+
+@pytest.mark.parametrize(
+    "dp, tp, devices_per_host, ranks",
+    [(8, 1, 4, 4), (8, 1, 8, 8), (8, 1, 1, 1), (8, 1, 100, 8), (4, 2, 4, 2), (2, 4, 4, 1), (2, 4, 2, 1), (8, 1, 3, 1),
+     (6, 1, 3, 3), (6, 1, 4, 2), (6, 1, 5, 1)],
+)  # fmt: skip
+def test_ranks_of_a_host(dp, tp, devices_per_host, ranks):
+    assert levels.ranks_per_host(make_mesh(dp=dp, tp=tp), devices_per_host) == ranks
+
+
+@dataclasses.dataclass
+class Device:
+    process_index: int
+    slice_index: int | None = None
+
+
+@dataclasses.dataclass
+class FakeMesh:
+    devices: np.ndarray
+
+
+def test_what_jax_says_of_hosts():
+    assert levels.ranks_per_host(make_mesh(dp=8)) == 8
+    of = lambda devices: levels.ranks_per_host(FakeMesh(np.array(devices, object).reshape(8, 1, 1)))
+    assert of([Device(i // 4) for i in range(8)]) == 4
+    # One process a GPU: the machine counts, not the process.
+    assert of([Device(i, i // 2) for i in range(8)]) == 2
+    assert of([Device(i % 2) for i in range(8)]) == 1
+
+
+def test_levels():
+    mesh = make_mesh(dp=4, tp=2)
+    two = levels.choose("sdp4", mesh, 4)
+    assert [(level.axis, level.ranks, level.codec.name) for level in two.levels] == [
+        ("dp_in", 2, "int8h"), ("dp_out", 2, "int4h"),
+    ]  # fmt: skip
+    assert dict(two.mesh.shape) == {"dp_out": 2, "dp_in": 2, "pp": 1, "tp": 2} and two.axis == ("dp_out", "dp_in")
+    assert two.mesh.devices.ravel().tolist() == mesh.devices.ravel().tolist() == jax.devices()
+    for devices_per_host, codec in ((8, "int8h"), (2, "int4h")):
+        one = levels.choose("sdp4", mesh, devices_per_host)
+        assert one.mesh is mesh and [(level.axis, level.codec.name) for level in one.levels] == [("dp", codec)]
+    assert levels.choose("mxfp8", mesh).codecs == ["mxfp8"]
