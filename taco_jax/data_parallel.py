@@ -72,11 +72,9 @@ class DataParallel:
 
     @property
     def codecs(self) -> list[str]:
-        """The codecs of the messages over dp."""
-        if self.ranks == 1:
-            return []
-        c = self.config.data_parallel
-        return sorted({*self.levels.codecs, *([c.parameters] if self.differences else [])})
+        """The codecs of the messages over dp, but for `none`."""
+        used = {*self.levels.codecs, self._parameter_codec} if self.ranks > 1 else set()
+        return sorted(used - {"none"})
 
     @property
     def gradient_bytes(self) -> int:

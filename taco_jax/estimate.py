@@ -177,7 +177,7 @@ def _data_parallel_text(program: step_lib.Program) -> list[str]:
         source = "as JAX says" if c.devices_per_host is None else f"devices_per_host={c.devices_per_host}"
         lines.append(f"  sdp4: {hosts}{level} ({source})")
     if not dp.sharded:
-        lines.append("  optimiser state: whole on every rank (data_parallel.zero1 cuts it)")
+        lines.append("  optimiser state: whole on every rank (data_parallel.zero1 shares it out)")
     else:
         lines.append(f"  optimiser state: in {dp.ranks} shares{', float32 master weights too' if dp.has_copy else ''}")
         kept = dp.copy_dtype if dp.has_copy else "float32"

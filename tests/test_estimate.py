@@ -146,7 +146,7 @@ def test_what_data_parallel_ranks_send_and_hold():
     assert data_parallel()[1] == [
         "data parallelism (dp 4)",
         "  gradients: none over 4 ranks (dp), float32 sums",
-        "  optimiser state: whole on every rank (data_parallel.zero1 cuts it)",
+        "  optimiser state: whole on every rank (data_parallel.zero1 shares it out)",
     ]
     assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [
         "  gradients: int8h over 2 ranks (dp_in), then int4h over 2 ranks (dp_out), float32 sums",
