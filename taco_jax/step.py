@@ -290,8 +290,7 @@ class Program:
         return jax.jit(self._eval)
 
     def _step(self, state: TrainState, batch, *, with_stats: bool):
-        loss, partial, measures = self._gradients(state, batch["tokens"], with_stats)
-        grads = self.data_parallel.reduce(partial)
+        loss, grads, measures = self._gradients(state, batch["tokens"], with_stats)
         grad_norm = _global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         old = self.data_parallel.masters(state.params)
@@ -322,6 +321,11 @@ class Program:
         return new, metrics | ({"stats": measures} if with_stats else {})
 
     def _gradients(self, state: TrainState, tokens, with_stats: bool):
+        """(loss, gradients as the optimiser takes them, measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        loss, partial, measures = self._partial_gradients(state, tokens, with_stats)
+        return loss, self.data_parallel.reduce(partial), measures
+
+    def _partial_gradients(self, state: TrainState, tokens, with_stats: bool):
         """(loss, each dp rank's gradients [dp, ...], measures of the sites) of a batch of tokens int32[B, L + 1]."""
         config, width = self.config, len(STATS) if with_stats else 1
         predicted = tokens.shape[0] * (tokens.shape[1] - 1)
