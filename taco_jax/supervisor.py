@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 from taco_jax.launchers import Launch
@@ -181,6 +180,6 @@ class Reporter:
         """This process has said itself why it ends: its parent need not."""
         self._write(OWN)
 
-    def _write(self, word: str) -> Any:
+    def _write(self, word: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self._descriptor, f"{word}\n".encode())
