@@ -62,7 +62,8 @@ def state(p: Program):
 
     params = [param(number, *leaf) for number, leaf in enumerate(leaves)]
     zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), stored)
-    return p.from_stored(dataclasses.replace(zeros, params=jax.tree.unflatten(structure, params)))
+    # A copy that ranks compute with is made from these parameters.
+    return p.from_stored(dataclasses.replace(zeros, params=jax.tree.unflatten(structure, params), copy=None))
 
 
 class Result(NamedTuple):
