@@ -149,7 +149,7 @@ def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
 
 def _pipeline_text(program: step_lib.Program) -> str:
     """The schedule's numbers; what it needs of memory is in `_memory_text`, what it sends in `_site_text`."""
-    s, accumulation = program.schedule_of_stages, program.config.accumulation
+    s, accumulation, c = program.schedule_of_stages, program.config.accumulation, program.config.compression
     chunks = f", in {s.chunks} chunks each" if s.chunks > 1 else ""
     times = f", {accumulation} times a step" if accumulation > 1 else ""
     again = "; each stage runs again in the backward pass" if s.kind == "1f1b" else ""
@@ -159,6 +159,7 @@ def _pipeline_text(program: step_lib.Program) -> str:
         f"  microbatches {s.microbatches} of {microbatch(program.config)} sequences{times}",
         f"  bubble       {s.bubble:.1%} of a stage's time, {s.ticks} ticks",
         f"  in flight    {s.in_flight} microbatches on a stage at most{again}",
+        *(["  link         NCCL's: link=auto takes no NVLink kernels in stages"] if c.link == "auto" else []),
     ]
     return "\n".join(lines)
 

@@ -81,6 +81,9 @@ def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
     c = config.compression
     same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange")
     common = {key: getattr(c, key) for key in same}
+    if config.mesh.pp > 1 and c.link == "auto":
+        # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
+        common["link"] = "nccl"
     try:
         rules = {pattern: Compression(*codec_pair(pair), **common) for pattern, pair in c.plan.items()}
         default = Compression(c.forward, c.backward, **common)

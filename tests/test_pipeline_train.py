@@ -21,7 +21,7 @@ from taco_jax.config import (
 )
 from taco_jax.mesh import make_mesh
 from taco_jax.metrics import read_records
-from taco_jax.step import build
+from taco_jax.step import build, resolve_plan
 from taco_jax.train import train
 
 MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, tied_head=True)
@@ -85,6 +85,13 @@ def test_a_run_goes_on_with_other_stages(tmp_path, whole, parts):
     assert_same_curve(run(tmp_path, *parts), whole)
 
 
+@pytest.mark.parametrize("pp, given, taken", [(1, "auto", "auto"), (2, "auto", "nccl"), (2, "nvlink", "nvlink")])
+def test_stages_take_nccl_unless_nvlink_is_asked_for(pp, given, taken):
+    config = make_config("unused", mesh=MeshConfig(pp=pp, tp=2), compression=CompressionConfig("taco", link=given))
+    sites = {site: c for site, c in resolve_plan(config).items() if site != "pp/act"}
+    assert {c.link for c in sites.values()} == {taken}
+
+
 def test_dry_run():
     changes = {"compression": CompressionConfig("taco", "taco"), "global_batch": 32, "accumulation": 2}
     mesh = MeshConfig(pp=2, tp=2)
@@ -99,6 +106,7 @@ def test_dry_run():
         "  stages       2 of 2 layers, in 2 chunks each",
         "  microbatches 4 of 4 sequences, 2 times a step",
         "  bubble       11.1% of a stage's time, 9 ticks",
+        "  link         NCCL's: link=auto takes no NVLink kernels in stages",
     ):
         assert line in text.splitlines(), line
     assert re.search(r"^  pp/act +forward +ppermute +pp +int8h +18 ", text, re.M)
