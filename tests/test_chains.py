@@ -69,6 +69,7 @@ def test_compressed_gradients_in_two_hops(tp, sequence_parallel):
     assert_gradients_close(run.gradients()[1], _reference("gpt2")[1], exact=False)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_one_chain():
     def measure(n):
         config = TrainConfig(

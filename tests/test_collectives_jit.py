@@ -30,7 +30,10 @@ def test_equal_codecs_share_one_program():
     assert len(traces) == 2
 
 
-@pytest.mark.parametrize("name", ["psum", "copy", "psum_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    "name",
+    ["psum", "psum_scatter", "all_gather", *(pytest.param(n, marks=pytest.mark.slow) for n in ("copy", "all_to_all"))],
+)
 def test_without_jit_the_values_are_those_with_it(name):
     def local(x):
         options = {"codec": "taco", "chunks": 2}

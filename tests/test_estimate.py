@@ -124,6 +124,7 @@ def test_verdict(program, gigabytes, verdict):
     assert verdict in estimate._memory_text(dataclasses.replace(CONFIG, gpu_memory_gb=gigabytes), program)
 
 
+@pytest.mark.slow
 def test_chains_that_make_messages_too_small_are_named():
     # 4 sequences of 32 x 64 values of 2 bytes.
     def text(chains, least):

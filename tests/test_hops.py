@@ -52,7 +52,7 @@ def test_a_compressed_message_has_no_derivative_and_says_so():
         gradient("taco")(jnp.ones((2, 128)))
 
 
-@pytest.mark.parametrize("codec", ["none", "int8h"])
+@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "int8h"])
 def test_second_derivatives_of_chains(codec):
     # Exact ones are right; compressed ones are an error, never zero.
     def second(chains):

@@ -128,7 +128,7 @@ def test_replicas_are_bit_identical():
         dict(sequence_parallel=True, remat="dots", accumulation=2, compression=CompressionConfig("int4h", "mxfp8")),
         dict(mesh=MeshConfig(dp=4, tp=2), remat="dots", compression=CompressionConfig("e4m3", "int6h")),
         dict(chains=2, remat="full"),
-        dict(chains=2, sequence_parallel=True, accumulation=2, remat="dots"),
+        pytest.param(dict(chains=2, sequence_parallel=True, accumulation=2, remat="dots"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -201,6 +201,7 @@ def test_sites_calibrate_in_their_own_directions():
     assert all((np.asarray(s.exponents) != UNCALIBRATED).all() for s in sequence_parallel.scales.values())
 
 
+@pytest.mark.slow
 def test_statistics_of_the_sites():
     config = dataclasses.replace(TACO, compression=CompressionConfig("taco", "int8h"))
     _, state, p = train(config, 3)
