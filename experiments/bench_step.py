@@ -30,7 +30,8 @@ import runs
 
 from pallas_kernels.nvlink import hardware
 from taco_jax import cli, step
-from taco_jax.config import ConfigError, TrainConfig, check
+from taco_jax.config import ConfigError, TrainConfig
+from taco_jax.config_check import check
 from taco_jax.mesh import make_mesh
 from taco_jax.plan import LINKS
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from taco_jax import cli
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError, TrainConfig, check, nearest
+from taco_jax.config import ConfigError, TrainConfig, nearest
+from taco_jax.config_check import check
 from taco_jax.metrics import read_records
 from taco_jax.workdir import METRICS
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from taco_jax.config import ConfigError, TrainConfig, check_types, keys, nearest, parse_devices
+from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
+from taco_jax.config_check import check_types
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 

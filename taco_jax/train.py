@@ -20,7 +20,8 @@ import jax
 
 from taco_jax import cli, data, distributed
 from taco_jax.checkpoint import Checkpoints
-from taco_jax.config import ConfigError, TrainConfig, check
+from taco_jax.config import ConfigError, TrainConfig
+from taco_jax.config_check import check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests

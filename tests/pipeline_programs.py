@@ -8,8 +8,9 @@ import numpy as np
 from model_helpers import GPT2, by_path, unpadded
 
 from taco_jax import sites
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, PipelineConfig, TrainConfig, check
+from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, PipelineConfig, TrainConfig
 from taco_jax.config import pipeline_schedule as schedule_of
+from taco_jax.config_check import check
 from taco_jax.mesh import make_mesh
 from taco_jax.pipeline import layout
 from taco_jax.step import Program, build

@@ -13,18 +13,17 @@ import taco_jax.models.config
 from taco_jax import cli
 from taco_jax.codec import CODECS
 from taco_jax.config import (
-    REMAT,
     CompressionConfig,
     ConfigError,
     MeshConfig,
     TrainConfig,
-    check,
     codec_pair,
     flatten,
     keys,
     parse_devices,
     to_dict,
 )
+from taco_jax.config_check import REMAT, check
 
 EXPERIMENTS = (
     "quickstart", "qwen7b", "gpt3_6p7b", "gpt2_1p5b", "gpt2_1p5b_24h", "gpt2_350m", "gpt2_124m", "qwen2_0p5b",
@@ -289,7 +288,7 @@ def test_help_lists_every_key(run_python):
 def test_config_starts_no_backend(run_python):
     code = """
 from taco_jax.cli import parse
-from taco_jax.config import check
+from taco_jax.config_check import check
 check(parse(["--mesh.tp", "2"]))
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())

@@ -17,8 +17,8 @@ from taco_jax.config import (
     OptimizerConfig,
     PipelineConfig,
     TrainConfig,
-    check,
 )
+from taco_jax.config_check import check
 from taco_jax.mesh import make_mesh
 from taco_jax.metrics import read_records
 from taco_jax.step import build, resolve_plan

@@ -23,8 +23,8 @@ from taco_jax.config import (
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
-    check,
 )
+from taco_jax.config_check import check
 from taco_jax.metrics import read_records
 from taco_jax.train import Run, TrainingError, main, train
 
