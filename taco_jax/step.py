@@ -132,7 +132,7 @@ class Program:
         shapes = jax.eval_shape(self._new_params, jax.random.key(0))
         self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
         self.state_shapes = self._abstract_state()
-        self._stored = Stored(self.data_parallel, self._optimizer, self.state_shapes)
+        self.stored = Stored(self.data_parallel, self._optimizer, self.state_shapes, self._chunks)
 
     @property
     def codecs(self) -> list[str]:
@@ -184,36 +184,6 @@ class Program:
     def init_scales(self):
         """The `scales` of a new state, on the mesh."""
         return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
-
-    def to_stored(self, state: TrainState) -> TrainState:
-        """The state as checkpoints have it, of shapes that do not depend on mesh or schedule: `stored_shapes`."""
-        state = self._stored.pack(state)
-        return state if self._chunks == 1 else self._reshaped(layout.join, state, self.stored_shapes)
-
-    def from_stored(self, state: TrainState) -> TrainState:
-        """The inverse of `to_stored`; `copy` may be None where the state has one."""
-        if self._chunks > 1:
-            shapes = self._stored.shapes
-            shapes = shapes if state.copy is not None else dataclasses.replace(shapes, copy=None)
-            state = self._reshaped(layout.split, state, shapes)
-        return self._stored.unpack(state)
-
-    @functools.cached_property
-    def stored_shapes(self) -> TrainState:
-        return self._each_param(layout.joined(self._chunks, self.mesh), self._stored.shapes)
-
-    def _reshaped(self, way, state: TrainState, shapes: TrainState) -> TrainState:
-        shardings = jax.tree.map(lambda a: a.sharding, shapes)
-        return jax.jit(functools.partial(self._each_param, way(self._chunks)), out_shardings=shardings)(state)
-
-    def _each_param(self, function, state: TrainState) -> TrainState:
-        """The state with function(leaf, whether it is stacked over layers) of parameters, moments and copy."""
-        import optax
-
-        stacked = layout.in_layers(state.params)
-        each = lambda tree: None if tree is None else jax.tree.map(function, tree, stacked)
-        opt_state = optax.tree_utils.tree_map_params(self._optimizer, function, state.opt_state, stacked)
-        return dataclasses.replace(state, params=each(state.params), opt_state=opt_state, copy=each(state.copy))
 
     def _abstract_state(self) -> TrainState:
         import optax

@@ -1,9 +1,9 @@
 """What a checkpoint holds of a training state, the same on every mesh: whole leaves, as the model has them.
 
-A state's arrays are stored as they are, however they are spread, with two exceptions. Shares of a leaf that no dim of
-which divides over dp (`taco_jax.shares`) are stored without their padding. And the copy that ranks compute with is
-stored only where the master weights do not say what it is, which is where it follows them in compressed differences; a
-run that finds none makes it from them.
+A state's arrays are stored as they are, however they are spread, with three exceptions. Shares of a leaf that no dim of
+which divides over dp (`taco_jax.shares`) are stored without their padding. Layers in chunks (`pipeline.layout`) are one
+array. And the copy that ranks compute with is stored only where the master weights do not say what it is, which is
+where it follows them in compressed differences; a run that finds none makes it from them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from taco_jax.data_parallel import DataParallel
+from taco_jax.pipeline import layout
 from taco_jax.shares import Cut
 
 _WHOLE = "whole"  # of a leaf that is stored as it is
@@ -25,11 +26,12 @@ _WHOLE = "whole"  # of a leaf that is stored as it is
 class Stored:
     """The way between a state and what is stored of it. shapes: of the latter, with the mesh's shardings."""
 
-    def __init__(self, data_parallel: DataParallel, optimizer: Any, state: Any):
-        """state: the training state as ShapeDtypeStructs with shardings."""
+    def __init__(self, data_parallel: DataParallel, optimizer: Any, state: Any, chunks: int):
+        """state: the training state as ShapeDtypeStructs with shardings, its layers in so many chunks."""
         import optax
 
-        self._dp, tags = data_parallel, jax.tree.map(lambda _: _WHOLE, state)
+        self._dp, self._optimizer, self._chunks = data_parallel, optimizer, chunks
+        tags = jax.tree.map(lambda _: _WHOLE, state)
         if data_parallel.sharded:
             padded = jax.tree.map(lambda c: c if c.padding else _WHOLE, data_parallel.cuts)
             moments = optax.tree_utils.tree_map_params(
@@ -41,7 +43,8 @@ class Stored:
         self._cuts: list[Cut | None] = [c if isinstance(c, Cut) else None for c in jax.tree.leaves(tags)]
         leaves, structure = jax.tree.flatten(state)
         shapes = [a if c is None else self._shape(a, c) for a, c in zip(leaves, self._cuts)]
-        self.shapes = self._kept(jax.tree.unflatten(structure, shapes))
+        self._in_chunks = self._kept(jax.tree.unflatten(structure, shapes))
+        self.shapes = self._each_param(layout.joined(chunks, data_parallel.mesh), self._in_chunks)
 
     def _shape(self, a, c: Cut) -> jax.ShapeDtypeStruct:
         # Of the leaf's global size: other axes have as many parts of it as before.
@@ -54,16 +57,33 @@ class Stored:
 
     def pack(self, state: Any) -> Any:
         """A state -> what is stored of it. Arrays that need no change are the state's own."""
-        return self._kept(self._change(state, self._without_padding))
+        state = self._kept(self._change(state, self._without_padding))
+        return state if self._chunks == 1 else self._reshaped(layout.join, state, self.shapes)
 
     def unpack(self, stored: Any) -> Any:
         """The inverse; `copy` may be None where the state has one."""
+        if self._chunks > 1:
+            shapes = self._in_chunks if stored.copy is not None else dataclasses.replace(self._in_chunks, copy=None)
+            stored = self._reshaped(layout.split, stored, shapes)
         state = self._change(stored, self._own_shares)
         if self._dp.has_copy and state.copy is None:
             make = lambda masters: jax.tree.map(lambda w: w.astype(self._dp.copy_dtype), self._dp.whole(masters))
             shardings = jax.tree.map(lambda spec: NamedSharding(self._dp.mesh, spec), self._dp.specs)
             state = dataclasses.replace(state, copy=jax.jit(make, out_shardings=shardings)(state.params))
         return state
+
+    def _reshaped(self, way, state: Any, shapes: Any) -> Any:
+        shardings = jax.tree.map(lambda a: a.sharding, shapes)
+        return jax.jit(functools.partial(self._each_param, way(self._chunks)), out_shardings=shardings)(state)
+
+    def _each_param(self, function, state: Any) -> Any:
+        """The state with function(leaf, whether it is stacked over layers) of parameters, moments and copy."""
+        import optax
+
+        stacked = layout.in_layers(state.params)
+        each = lambda tree: None if tree is None else jax.tree.map(function, tree, stacked)
+        opt_state = optax.tree_utils.tree_map_params(self._optimizer, function, state.opt_state, stacked)
+        return dataclasses.replace(state, params=each(state.params), opt_state=opt_state, copy=each(state.copy))
 
     def _change(self, state: Any, run) -> Any:
         """`run` of the padded leaves alone; all others stay the arrays that they are."""

@@ -139,11 +139,11 @@ class Run:
         else:
             stored, run, remarks = self.checkpoints.restore(
                 chosen,
-                self.program.stored_shapes,
+                self.program.stored.shapes,
                 config.model.vocab_size,
                 lambda: self.program.init(jax.random.key(config.seed)).scales,
             )
-            self.state = self.program.from_stored(stored)
+            self.state = self.program.stored.unpack(stored)
             self.batches.restore(run["data"])
             self.step = chosen
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
@@ -313,7 +313,7 @@ class Run:
         return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
 
     def save(self) -> None:
-        state = self.program.to_stored(self.state)
+        state = self.program.stored.pack(self.state)
         self.checkpoints.save(self.step, state, {"data": self.batches.state(), "seed": self.config.seed})
 
     def summary(self) -> dict[str, Any]:

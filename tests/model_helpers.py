@@ -148,6 +148,19 @@ def by_path(tree) -> dict[str, np.ndarray]:
     return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def compare_replicas(values) -> int:
+    """Asserts that devices which should hold the same do, to the bit. Returns how many shards were compared."""
+    compared = 0
+    for leaf in jax.tree.leaves(values):
+        first = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            expected = first.setdefault(str(shard.index), data)
+            assert expected.tobytes() == data.tobytes()
+            compared += expected is not data
+    return compared
+
+
 def assert_gradients_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], *, exact: bool) -> None:
     """Leaf by leaf. Exact: ||g - ref|| <= 1e-5 max(||ref||, 1e-4 global norm). With an 8-bit codec: relative error <=
     15 % and norm ratio within 5 % for leaves above 1e-2 of the global norm."""

@@ -46,7 +46,7 @@ def program(config: TrainConfig) -> Program:
 
 def state(p: Program):
     """A state in which every parameter matters: biases and norm scales are random too. The same on every mesh."""
-    stored = p.stored_shapes
+    stored = p.stored.shapes
     vocabulary = p.config.model.vocab_size
     leaves, structure = jax.tree_util.tree_flatten_with_path(stored.params)
 
@@ -64,7 +64,7 @@ def state(p: Program):
     params = [param(number, *leaf) for number, leaf in enumerate(leaves)]
     zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), stored)
     # A copy that ranks compute with is made from these parameters.
-    return p.from_stored(dataclasses.replace(zeros, params=jax.tree.unflatten(structure, params), copy=None))
+    return p.stored.unpack(dataclasses.replace(zeros, params=jax.tree.unflatten(structure, params), copy=None))
 
 
 class Result(NamedTuple):

@@ -11,6 +11,7 @@ from helpers import make_mesh
 from hlo import collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from model_helpers import compare_replicas
 
 from taco_jax import sites
 from taco_jax.config import DataParallelConfig, TrainConfig
@@ -63,19 +64,6 @@ def reduced(dp):
     return got, jax.tree.map(lambda x: np.float64(x).sum(0).astype(np.float32), partial), table.rows(), compiled
 
 
-def check_replicas(values):
-    """Bit-identical on every device that should hold the same."""
-    compared = 0
-    for leaf in jax.tree.leaves(values):
-        first = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data)
-            expected = first.setdefault(str(shard.index), data)
-            assert expected.tobytes() == data.tobytes()
-            compared += expected is not data
-    assert compared
-
-
 SLOW = pytest.mark.slow
 SUMS = [
     (3, 1, "none", 1e-6, True, dict(bucket_mb=0.001)),
@@ -120,7 +108,7 @@ def test_sums(dp, tp, gradients, most, zero1, settings):
             assert leaf.addressable_shards[0].data.shape == cut.share_shape
             assert leaf.sharding.is_equivalent_to(NamedSharding(d.mesh, spec), leaf.ndim)
     else:
-        check_replicas(got)
+        assert compare_replicas(got)
     # What is listed is what is sent, and all of it.
     listed = sorted(message for row in rows for message in row.hlo)
     if gradients == "none" and not zero1:
@@ -195,7 +183,7 @@ def test_copies_follow_their_masters(parameters, compute_dtype, dtypes):
         masters = move(masters, jax.jit(d.own)(put(d, tree(seed=step + 1, scale=0.01), d.specs)))
         params, copy = compiled(masters, copy)
         used, expected = copy if d.has_copy else params, jax.tree.map(np.asarray, whole(d, masters))
-        check_replicas(used)
+        assert compare_replicas(used)
         if parameters in ("none", "bfloat16"):
             for a, b in zip(*map(jax.tree.leaves, (used, expected))):
                 np.testing.assert_array_equal(a, b.astype(a.dtype))

@@ -160,7 +160,7 @@ def test_a_step_under_every_schedule_trains():
         for _ in range(3):
             s, metrics = p.step(s, batch(p))
             out.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        return np.array(out), p.to_stored(s)
+        return np.array(out), p.stored.pack(s)
 
     options = dict(optimizer=dataclasses.replace(EXACT.optimizer, learning_rate=1e-2, warmup_steps=1, weight_decay=1.0))
     want, one = losses(on(EXACT, **options))

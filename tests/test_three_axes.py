@@ -21,7 +21,7 @@ STEPS = 3
 
 def stored(p, of):
     """The parameters of a state as checkpoints have them, by path."""
-    return by_path(unpadded(p.to_stored(of).params, p.config.model))
+    return by_path(unpadded(p.stored.pack(of).params, p.config.model))
 
 
 _trained = {}
@@ -90,12 +90,12 @@ def test_compressed_steps(schedule):
 )
 def test_what_is_stored_fits_every_mesh(target):
     source = program(on(EXACT, 2, 2, 2, "circular", chunks=2, **CODED))
-    kept = source.to_stored(state(source))
-    assert jax.tree.map(lambda a: a.shape, kept.params) == jax.tree.map(lambda a: a.shape, source.stored_shapes.params)
+    kept = source.stored.pack(state(source))
+    assert jax.tree.map(lambda a: a.shape, kept.params) == jax.tree.map(lambda a: a.shape, source.stored.shapes.params)
     other = program(target)
     placed = jax.tree.map(lambda a, like: jax.device_put(np.asarray(a), like.sharding), kept.params,
-                          other.stored_shapes.params)  # fmt: skip
-    empty = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), other.stored_shapes)
-    back = other.to_stored(other.from_stored(dataclasses.replace(empty, params=placed, copy=None)))
+                          other.stored.shapes.params)  # fmt: skip
+    empty = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), other.stored.shapes)
+    back = other.stored.pack(other.stored.unpack(dataclasses.replace(empty, params=placed, copy=None)))
     for path, value in by_path(kept.params).items():
         np.testing.assert_array_equal(by_path(back.params)[path], value)

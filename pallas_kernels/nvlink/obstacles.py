@@ -23,7 +23,7 @@ def device_obstacle(device) -> str | None:
         return "several processes drive these GPUs, and peer memory is for one that drives all"
     if (reason := hardware.unfit_memory()) is not None:
         return reason
-    return f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}" if _too_old() else None
+    return _too_old()
 
 
 def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: int | None = None) -> str | None:
@@ -33,8 +33,8 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
     """
     if operation not in OPERATIONS:
         return f"there is no NVLink kernel for {operation}, only for {', '.join(OPERATIONS)}"
-    if _too_old():
-        return f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}"
+    if (reason := _too_old()) is not None:
+        return reason
     if ranks not in RANKS:
         return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
     for name in ("encode", "decode"):
@@ -53,10 +53,12 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
     return None
 
 
-def _too_old() -> bool:
+def _too_old() -> str | None:
     from pallas_kernels import compat  # imports Mosaic
 
-    return not compat.WARPS_KNOW_THE_MESH
+    if compat.WARPS_KNOW_THE_MESH:
+        return None
+    return f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}"
 
 
 def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:

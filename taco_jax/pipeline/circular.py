@@ -52,7 +52,7 @@ def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axe
     ends = [schedule.item(m, last_chunk) + schedule.stages - 1 for m in range(schedule.microbatches)]
     scales = stages.own_scales(state, schedule.chunks) | {send.SITE: state.get(send.SITE)}
     slots = {site: stack_uses(s.slot, ticks) for site, s in scales.items() if s is not None and s.slot is not None}
-    chunks = layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[None], layers)
+    chunks = stages.in_chunks(layers, schedule)
     first, last = stages.is_first(), stages.is_last()
 
     def tick(received_BLD, at):

@@ -26,7 +26,7 @@ def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par
     axes = stages.activation_axes(params, par)
     params = decoder.use_replicated_params(params, config, par)
     scales, ring, last_chunk = stages.own_scales(state, schedule.chunks), schedule.chunks > 1, schedule.chunks - 1
-    chunks = params["layers"] if ring else jax.tree.map(lambda leaf: leaf[None], params["layers"])
+    chunks = stages.in_chunks(params["layers"], schedule)
     first, last = stages.is_first(), stages.is_last()
     batch = [a.reshape(schedule.microbatches, -1, a.shape[-1]) for a in (tokens_BL, targets_BL, weights_BL)]
 

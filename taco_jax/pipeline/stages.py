@@ -55,6 +55,11 @@ def nothing(tokens_BL: jax.Array, config: ModelConfig, par: Parallel, schedule: 
     return jnp.zeros((tokens_BL.shape[0] // schedule.microbatches, length, config.d_model), par.dtype)
 
 
+def in_chunks(layers: Any, schedule: Schedule) -> Any:
+    """This stage's layers, [V, N, ...] also where there is one chunk, of which a state has no dim."""
+    return layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[None], layers)
+
+
 def own(a: jax.Array, chunks: int) -> jax.Array:
     """The part of [n_layers, ...] that belongs to this stage, [V, N, ...].
 
