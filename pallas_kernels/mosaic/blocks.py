@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.tiling import ROWS, Tiling
 
 
 def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tuple[jax.Array, list]:
-    """Writes the codes of a tile to shared memory [64, row_bytes].
+    """Writes the codes of a tile to memory [64, row_bytes], global one as of `decode`.
 
     Returns the largest |z| of each row as bits (int32[64]) and the scale bytes: blocks x byte planes of int32[64]; of
     `owned` blocks int32[64, 8].
@@ -28,6 +28,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         return owned.encode(tiling, *z, exponent, None if noise is None else noise[0], codes_s)
     fmt, n, interpret = tiling.fmt, tiling.chunks_per_block, tiling.interpret is not None
     block_bytes = fmt.block * fmt.bits // 8
+    pitch = tiling.row_bytes if codes_s.ndim == 1 else None
     largest, planes, pieces = None, [], []
     for b in range(tiling.blocks_per_row):
         block = z[b * n : (b + 1) * n]
@@ -38,7 +39,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         largest = bits if largest is None else jnp.maximum(largest, bits)
         if words.writes(fmt) and not interpret:
             integers = [elements.rounded(elements.clip(fmt, v, interpret)) for v in scaled]
-            words.store(fmt, codes_s, b * block_bytes, _parts(tiling, integers), finite)
+            words.store(fmt, codes_s, b * block_bytes, _parts(tiling, integers), finite, pitch)
             continue
         scaled = [jnp.where(_columns(finite, v), v, np.float32(0)) for v in scaled]
         codes = []
@@ -54,7 +55,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
     if _interleaves(tiling):
         start = 0
         for piece in pieces:
-            interleaving.store(codes_s, piece, start, interpret)
+            interleaving.store(codes_s, piece, start, interpret, pitch)
             start += piece.shape[1]
     else:
         row = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
@@ -63,7 +64,9 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
 
 
 def decode(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
-    """Codes in shared memory [64, row_bytes] -> their values, [64, chunk] arrays, without the scales.
+    """Codes in memory [64, row_bytes] -> their values, [64, chunk] arrays, without the scales.
+
+    In global memory, which has no reshapes, they are uint8[64 * row_bytes], and in `any_order`.
 
     They are exact in float32 and in float16, which the caller prefers; `dtype` is not promised.
     """
@@ -79,14 +82,15 @@ def _values(tiling: Tiling, codes_s, dtype) -> list[list]:
     fmt, interpret = tiling.fmt, tiling.interpret is not None
     width, block_bytes = interleaving.run_columns(fmt), fmt.block * fmt.bits // 8
     starts = range(0, tiling.row_bytes, block_bytes)
+    pitch = tiling.row_bytes if codes_s.ndim == 1 else None
     if words.reads(fmt) and not interpret:
-        return [words.values(fmt, codes_s, start, dtype) for start in starts]
+        return [words.values(fmt, codes_s, start, dtype, pitch) for start in starts]
     swizzled = swizzle(tiling) is not None
     whole = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True) if swizzled else None
 
     def plane(start):
         if _interleaves(tiling):
-            return interleaving.load(codes_s, start, width, interpret)
+            return interleaving.load(codes_s, start, width, interpret, pitch)
         if swizzled:
             return whole[:, start : start + width]
         return compat.load(codes_s.at[:, pl.ds(start, width)], plgpu.Layout.WGMMA, optimized=False)

@@ -52,8 +52,8 @@ def column(position: jax.Array, run: int) -> jax.Array:
     return start + q * np.uint32(run // THREADS) + ((p >> np.uint32(3)) << np.uint32(1)) + (p & np.uint32(1))
 
 
-def store(ref, run, start: int, interpret: bool) -> None:
-    """uint8[64, w] of positions -> bytes start..start + w of the rows of `ref` [64, row_bytes]."""
+def store(ref, run, start: int, interpret: bool, pitch: int | None = None) -> None:
+    """uint8[64, w] of positions -> bytes start..start + w of the rows of `ref` [64, row_bytes]. pitch: as of `read`."""
     width = run.shape[1]
     if interpret:
         order = np.argsort(columns(width, width))
@@ -63,13 +63,14 @@ def store(ref, run, start: int, interpret: bool) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def move(ctx, memory, array):
         registers = array.registers.reshape(-1, 2)
-        write(memory, start, width, [mgpu.utils.vector_concat(list(registers[:, half])) for half in range(2)])
+        rows = [mgpu.utils.vector_concat(list(registers[:, half])) for half in range(2)]
+        write(memory, start, width, rows, pitch)
 
     move(ref, run)
 
 
-def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
-    """The inverse of `store`: uint8[64, w] in the layout of a product."""
+def load(ref, start: int, width: int, interpret: bool, pitch: int | None = None) -> jax.Array:
+    """The inverse of `store`: uint8[64, w] in the layout of a product. pitch: as of `read`."""
     if interpret:
         row = ref[:, start : start + width]
         return jnp.stack([row[:, c] for c in columns(width, width)], axis=1)
@@ -79,7 +80,7 @@ def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
     def move(ctx, memory):
         layout, size = mgpu.WGMMA_LAYOUT, _piece_bytes(width)
         registers = np.empty((width // 8, 2), object)
-        for half, pieces in enumerate(read(memory, start, width)):
+        for half, pieces in enumerate(read(memory, start, width, pitch)):
             for k, words in enumerate(pieces):
                 bytes_ = vector.bitcast(ir.VectorType.get((size,), ir.IntegerType.get_signless(8)), words)
                 for i in range(size // 2):
@@ -90,17 +91,20 @@ def load(ref, start: int, width: int, interpret: bool) -> jax.Array:
     return move(ref)
 
 
-def read(memory, start: int, width: int) -> list[list]:
-    """In an inlined function: a thread's bytes of a run, as vectors of words; those of row r, then of row r + 8."""
+def read(memory, start: int, width: int, pitch: int | None = None) -> list[list]:
+    """In an inlined function: a thread's bytes of a run, as vectors of words; those of row r, then of row r + 8.
+
+    pitch: bytes from one row to the next, where `memory` has no second dimension to say it.
+    """
     size = _piece_bytes(width)
     load = lambda pointer: llvm.LoadOp(_words_type(size), pointer, alignment=size).res
-    return [[load(pointer) for pointer in pointers] for pointers in _addresses(memory, start, width)]
+    return [[load(pointer) for pointer in pointers] for pointers in _addresses(memory, start, width, pitch)]
 
 
-def write(memory, start: int, width: int, rows: list) -> None:
+def write(memory, start: int, width: int, rows: list, pitch: int | None = None) -> None:
     """In an inlined function: the inverse of `read`, from all bytes of each of the two rows as one vector."""
     size = _piece_bytes(width)
-    for row, pointers in zip(rows, _addresses(memory, start, width)):
+    for row, pointers in zip(rows, _addresses(memory, start, width, pitch)):
         each = ir.VectorType(row.type).shape[0] * size // (width // THREADS)
         for k, pointer in enumerate(pointers):
             piece = mgpu.utils.vector_slice(row, slice(k * each, (k + 1) * each))
@@ -130,11 +134,11 @@ def thread_row() -> tuple[ir.Value, ir.Value]:
     return row, arith.remui(thread, constant(THREADS))
 
 
-def _addresses(memory, start: int, width: int) -> list[list]:
+def _addresses(memory, start: int, width: int, pitch: int | None = None) -> list[list]:
     """Where a thread's bytes lie: for each of its two rows (r and r + 8), the pieces that it moves at once."""
     i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
     constant = lambda value: arith.constant(i32, value)
-    pitch = ir.MemRefType(memory.type).shape[1]
+    pitch = pitch or ir.MemRefType(memory.type).shape[1]
     row, thread = thread_row()
     offset = arith.addi(arith.muli(row, constant(pitch)), arith.muli(thread, constant(width // THREADS)))
     base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i8)

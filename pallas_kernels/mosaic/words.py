@@ -33,10 +33,10 @@ def writes(fmt: Format) -> bool:
     return reads(fmt) and fmt.rounding == "nearest"
 
 
-def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
+def values(fmt: Format, ref, start: int, dtype, pitch: int | None = None) -> list[jax.Array]:
     """The block whose codes start at byte `start` of the rows of `ref` -> its runs' values, dtype[64, w] each.
 
-    dtype: float32 or float16.
+    dtype: float32 or float16. pitch: as of `interleaving.read`.
     """
     width, parts = interleaving.run_columns(fmt), packing_parts(fmt.bits)
     # Of 8-bit codes a block of 256 is two runs, which share no bytes.
@@ -49,7 +49,7 @@ def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
         out = []
         for group in range(groups):
             places = [start + (group * planes + k) * width for k in range(planes)]
-            of_planes = [list(map(words_of, interleaving.read(memory, place, width))) for place in places]
+            of_planes = [list(map(words_of, interleaving.read(memory, place, width, pitch))) for place in places]
             for part in range(parts):
                 shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, width))
                 registers = np.empty((width // 8, 2), object)
@@ -67,10 +67,11 @@ def values(fmt: Format, ref, start: int, dtype) -> list[jax.Array]:
     return read(ref)
 
 
-def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Array) -> None:
+def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Array, pitch: int | None = None) -> None:
     """Writes a block from byte `start` of the rows of `ref`, zeros where a row is not `finite` (bool[64]).
 
-    parts: its runs, int32[64, w] each, whose low bits are the codes; the others are ignored.
+    parts: its runs, int32[64, w] each, whose low bits are the codes; the others are ignored. pitch: as of
+    `interleaving.read`.
     """
     width, together = interleaving.run_columns(fmt), packing_parts(fmt.bits)
     planes = together * fmt.bits // 8
@@ -90,7 +91,7 @@ def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Arra
                     of_parts = zip(*[part[half] for part in own])
                     plane = [arith.andi(plane_of(fmt, k, list(codes)), keep[half]) for codes in of_parts]
                     rows.append(vector.from_elements(ir.VectorType.get((len(plane),), plane[0].type), plane))
-                interleaving.write(memory, start + (group * planes + k) * width, width, rows)
+                interleaving.write(memory, start + (group * planes + k) * width, width, rows, pitch)
 
     write(ref, keep, *parts)
 

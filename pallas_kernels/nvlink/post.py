@@ -89,7 +89,7 @@ def deliver(deal: Deal, slots: Slots, buffer_g, signals, sending) -> None:
         def _():
             plgpu.wait_smem_to_gmem(sent_since * targets, wait_read_only=False)
             peers = [deal.device(deal.peer(d)) for d in range(1, max(targets, sending.each) + 1)]
-            _signal([plgpu.remote_ref(signals, peer).at[deal.rank()] for peer in peers])
+            signal([plgpu.remote_ref(signals, peer).at[deal.rank()] for peer in peers])
 
     def send(i, carry):
         step, distance = sending.place(i)
@@ -143,7 +143,7 @@ def _fence() -> None:
     fence()
 
 
-def _signal(semaphores: list) -> None:
+def signal(semaphores: list) -> None:
     """Adds one to each: whoever sees it sees what this thread saw before. One fence, which takes microseconds."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(semaphores))

@@ -1,0 +1,4 @@
+"""The tiles of a product: 256 rows and 128 columns, four frames of 64 rows."""
+
+TILE_M, TILE_N, TILE_K = 256, 128, 64
+FRAMES = 4
