@@ -1,0 +1,163 @@
+"""A row-parallel product and the sum of its result as one kernel, beside XLA's product and the sum after it.
+
+    python experiments/bench_product.py --out experiments/results/product
+
+On several GPUs: the product alone, with NCCL's sum of bf16 after it, with the codec's sum in one kernel over NVLink
+after it, and both in one kernel. On one GPU that plays four ranks (`pallas_kernels.product.played`): the product alone
+and the kernel, whose frames then go to its own memory, so that its time is that of everything but the link. Products
+are those of a 7B model's layer at tp 4 with 16,384 tokens, where a sum follows.
+
+Variants are measured in turn, many rounds of a few calls each: clocks fall by a fifth while a GPU multiplies, and so
+does every time here.
+
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import runs
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import taco_jax
+from pallas_kernels import product
+from pallas_kernels.nvlink import hardware
+from taco_jax import cli
+from taco_jax.backend import to_format
+from taco_jax.codec import CODECS
+
+M, N, PLAYED = 16384, 3584, 4
+# name: (inner dimension of a rank at tp 4, whether the weights are [N, K])
+PRODUCTS = {
+    "attn/out": (896, False),
+    "mlp/down": (4736, False),
+    "attn/in, backward": (1152, True),
+    "mlp/in, backward": (9472, True),
+}
+WARM_UP = 5  # rounds that are not counted
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codecs", default="taco,int4h", help="names of codecs")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--calls", type=int, default=4, help="calls of a variant in a round")
+    parser.add_argument("--commit", default=None, help="commit to name where there is no git")
+    args = parser.parse_args(arguments)
+    codecs = runs.codecs(args.codecs, pairs=False, exact=False)
+    runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
+    runs.require(args.calls >= 1, "--calls", args.calls, "must be at least 1")
+    ranks = len(jax.devices())
+    runs.require(ranks in (1, *product.RANKS), "devices", ranks, f"must be 1 or one of {product.RANKS}")
+    for codec in codecs:
+        reason = product.obstacle(to_format(CODECS[codec]), M, 896, N, "bfloat16", PLAYED if ranks == 1 else ranks)
+        runs.require(reason is None, "--codecs", codec, reason)
+    runs.folder("--out", args.out)
+    results: dict[str, dict] = {}
+    for name, (k, transposed) in PRODUCTS.items():
+        results[name] = measure(variants(codecs, ranks, transposed), operands(ranks, k, transposed), args)
+        alone = results[name]["product"]["us"]
+        for variant, r in results[name].items():
+            print(f"{name:18} {variant:24} {r['us']:8.1f} us, {r['us'] - alone:+8.1f}", flush=True)
+        write(args, ranks, results)
+
+
+def operands(ranks: int, k: int, transposed: bool) -> tuple[jax.Array, jax.Array]:
+    """x [ranks, M, K] and w, on one GPU with rows alike where the kernel wants them so."""
+    keys = jax.random.split(jax.random.key(0))
+    shape = (ranks, N, k) if transposed else (ranks, k, N)
+    if ranks == 1:
+        x = jax.random.normal(keys[0], (1, M // 256, 1, 64, k), jnp.bfloat16)
+        x = jnp.broadcast_to(x, (1, M // 256, 4, 64, k)).reshape(1, M, k)
+        return x, jax.random.normal(keys[1], shape, jnp.bfloat16)
+    where = NamedSharding(mesh(), P("tp"))
+    draw = lambda key, dims: jax.random.normal(key, dims, jnp.bfloat16)
+    return tuple(
+        jax.jit(draw, static_argnums=1, out_shardings=where)(key, dims)
+        for key, dims in zip(keys, ((ranks, M, k), shape))
+    )
+
+
+def mesh():
+    return jax.make_mesh((len(jax.devices()),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def variants(codecs: Sequence[str], ranks: int, transposed: bool) -> dict:
+    """{name: function of x [ranks, M, K] and w}"""
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    alone = lambda x, w: lax.dot_general(x, w, contract)
+
+    def ours(codec):
+        fmt, options = to_format(CODECS[codec]), {"transposed": transposed}
+        if ranks == 1:
+            return lambda x, w: product.played(fmt, x, w, PLAYED, **options)[0]
+        return lambda x, w: product.matmul_all_reduce(fmt, x, w, "tp", **options)[0]
+
+    def after(codec, link):
+        return lambda x, w: taco_jax.psum(alone(x, w), "tp", codec=codec, link=link)
+
+    functions = {"product": alone}
+    if ranks > 1:
+        functions["product, NCCL's sum"] = lambda x, w: lax.psum(alone(x, w), "tp")
+        functions |= {f"product, {codec} sum": after(codec, "nvlink") for codec in codecs}
+    functions |= {f"one kernel, {codec}": ours(codec) for codec in codecs}
+    return {name: on_all(f, ranks) for name, f in functions.items()}
+
+
+def on_all(f, ranks: int):
+    if ranks == 1:
+        return jax.jit(lambda x, w: f(x[0], w[0]))
+    own = lambda x, w: taco_jax.collectives.to_varying(f(x[0], w[0]), ("tp",))[None]
+    return jax.jit(jax.shard_map(own, mesh=mesh(), in_specs=P("tp"), out_specs=P("tp")))
+
+
+def measure(functions: dict, arguments: tuple, args) -> dict[str, dict]:
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(WARM_UP + args.rounds):
+        for name, function in functions.items():
+            jax.block_until_ready(function(*arguments))
+            start = time.perf_counter()
+            for _ in range(args.calls):
+                y = function(*arguments)
+            jax.block_until_ready(y)
+            times[name].append(1e6 * (time.perf_counter() - start) / args.calls)
+    counted = {name: t[WARM_UP:] for name, t in times.items()}
+    return {
+        name: {"us": statistics.median(t), "fastest_us": min(t), "slowest_us": max(t)} for name, t in counted.items()
+    }
+
+
+def write(args, ranks: int, results: dict) -> None:
+    names = list(next(iter(results.values())))
+    where = f"one GPU that plays {PLAYED} ranks" if ranks == 1 else f"{ranks} GPUs"
+    linked = "its own memory" if ranks == 1 else hardware.missing(jax.devices()[0].device_kind) or "NVLink"
+    lines = [
+        *runs.header(f"Products and their sums in one kernel, {where}", args.commit),
+        f"Link: {linked}. x [{M}, K] @ w [K, {N}], bfloat16. Microseconds (and how many more than the product alone), "
+        f"medians of {args.rounds} rounds, variants in turn.",
+        "",
+        "| product | K | " + " | ".join(names) + " |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for name, row in results.items():
+        alone = row["product"]["us"]
+        cells = [f"{row[n]['us']:.0f}" + (f" ({row[n]['us'] - alone:+.0f})" if n != "product" else "") for n in names]
+        lines.append(f"| {name} | {PRODUCTS[name][0]} | " + " | ".join(cells) + " |")
+    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
