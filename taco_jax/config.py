@@ -65,6 +65,8 @@ class CompressionConfig:
     """Pieces of a message, sent one while the next is encoded; None takes the number tuned for the link, else 1."""
     exchange: str = "auto"
     """First hop of a reduction: all_to_all, ring (one permutation per other device), or auto, as tuned for the link."""
+    with_product: bool = False
+    """Sums over NVLink in the kernel of the product before them, where both can (tp 2 or 4, one chain, no stages)."""
     history: int = 16
     """Steps whose block-scale maxima set a site scale."""
     calibration_steps: int = 2

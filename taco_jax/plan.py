@@ -70,6 +70,8 @@ class Compression:
         sending this one; the values are the same, but with scale="site" as long as the site is not calibrated (each
         piece then has a scale of its own). None: the number tuned for the link, 1 where nothing was tuned.
       exchange: first hop of a reduction as one all_to_all, or as a ring of P-1 permutations; auto: as tuned.
+      with_product: a sum goes into the kernel of the product before it, where it goes over NVLink and both can
+        (`taco_jax.collectives.products`).
     """
 
     forward: str | Codec = "taco"
@@ -80,8 +82,11 @@ class Compression:
     backend: str = "auto"
     chunks: int | None = None
     exchange: str = "auto"
+    with_product: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.with_product, bool):
+            raise TypeError(f"with_product={self.with_product!r}: must be True or False")
         for key in ("forward", "backward"):
             if as_codec(getattr(self, key), key).rounding == "stochastic":
                 raise ValueError(

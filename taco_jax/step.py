@@ -79,7 +79,7 @@ class TrainState:
 def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
     """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
     c = config.compression
-    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange")
+    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "with_product")
     common = {key: getattr(c, key) for key in same}
     if config.mesh.pp > 1 and c.link == "auto":
         # Stages send in branches that others do not take, where no kernel over NVLink has run yet.

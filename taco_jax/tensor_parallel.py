@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from taco_jax import collectives
-from taco_jax.collectives import REMAT_NAMES, check_region, in_manual_region, to_varying
+from taco_jax.collectives import REMAT_NAMES, check_region, in_manual_region, products, to_varying
 from taco_jax.plan import as_compression
 from taco_jax.scales import SiteScales
 
 __all__ = [
-    "REMAT_NAMES", "check_region", "column_dense", "copy_to_tp", "gather_from_sp", "in_manual_region",
-    "reduce_from_tp", "row_dense", "scatter_to_sp", "start_sum", "to_varying",
+    "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "gather_from_sp",
+    "in_manual_region", "reduce_from_tp", "row_dense", "row_product", "scatter_to_sp", "start_sum", "to_varying",
 ]  # fmt: skip
 
 
@@ -63,6 +63,28 @@ def scatter_to_sp(
     return collectives.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, **options)
 
 
+def row_product(
+    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = ""
+) -> jax.Array:
+    """`reduce_from_tp(x @ kernel)`, x [..., F/tp], kernel [F/tp, D]; one kernel where `Compression.with_product` is and
+    it can be."""
+    options = _options(compression, scales, site)
+    if as_compression(compression) is None or not compression.with_product:
+        return collectives.psum(jnp.matmul(x, kernel, precision=precision), axis, **options)
+    return products.product_psum(x, kernel, axis, precision=precision, **options)
+
+
+def column_product(
+    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = ""
+) -> jax.Array:
+    """`copy_to_tp(x) @ kernel`, x [..., D], kernel [D, F/tp]; x's gradient, a product and its sum, in one kernel where
+    `Compression.with_product` is and it can be."""
+    options = _options(compression, scales, site)
+    if as_compression(compression) is None or not compression.with_product:
+        return jnp.matmul(collectives.copy(x, axis, **options), kernel, precision=precision)
+    return products.copy_product(x, kernel, axis, precision=precision, **options)
+
+
 def column_dense(
     x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
 ) -> jax.Array:
@@ -74,10 +96,10 @@ def column_dense(
     """
     x, kernel, bias = _promote(x, kernel, bias, dtype)
     if sequence_dim is None:
-        x = copy_to_tp(x, axis, compression, scales, site=site)
+        y = column_product(x, kernel, axis, compression, scales, precision=precision, site=site)
     else:
         x = gather_from_sp(x, axis, compression, scales, dim=sequence_dim % x.ndim, site=site)
-    y = jnp.matmul(x, kernel, precision=precision)
+        y = jnp.matmul(x, kernel, precision=precision)
     return y if bias is None else y + bias
 
 
@@ -93,10 +115,10 @@ def row_dense(
       sequence_dim: the sum is scattered along that dim instead of being the same on every rank.
     """
     x, kernel, bias = _promote(x, kernel, bias, dtype)
-    y = jnp.matmul(x, kernel, precision=precision)
     if sequence_dim is None:
-        y = reduce_from_tp(y, axis, compression, scales, site=site)
+        y = row_product(x, kernel, axis, compression, scales, precision=precision, site=site)
     else:
+        y = jnp.matmul(x, kernel, precision=precision)
         y = scatter_to_sp(y, axis, compression, scales, dim=sequence_dim % y.ndim, site=site)
     return y if bias is None else y + bias
 

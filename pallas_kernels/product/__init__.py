@@ -6,7 +6,7 @@ environment variables.
 
 from pallas_kernels.product.obstacles import RANKS, obstacle
 
-_OPERATIONS = ("matmul_all_reduce", "played")
+_OPERATIONS = ("frame_bytes", "matmul_all_reduce", "played")
 
 
 def __getattr__(name: str):

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import Format
 from pallas_kernels.mosaic.encoding import largest
+from pallas_kernels.mosaic.tiling import ROWS
+from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.product import all_reduce
 from pallas_kernels.product.obstacles import obstacle
-from pallas_kernels.product.plan import Plan
+from pallas_kernels.product.plan import Plan, frame_tiling
+from pallas_kernels.product.sizes import TILE_N
 
 
 def matmul_all_reduce(
@@ -36,6 +39,11 @@ def played(fmt: Format, x_MK: jax.Array, w: jax.Array, ranks: int, exponent=None
     return _run(fmt, x_MK, w, exponent, transposed, ranks=ranks, axis=None, loopback=True)
 
 
+def frame_bytes(fmt: Format, elements: int) -> int:
+    """Bytes of the frames of a result of so many elements."""
+    return elements // (ROWS * TILE_N) * Frames(frame_tiling(fmt)).bytes
+
+
 def _run(fmt, x_MK, w, exponent, transposed, **where):
     (m, k), (n, inner) = x_MK.shape, w.shape if transposed else w.shape[::-1]
     if inner != k or x_MK.dtype != w.dtype:
@@ -48,4 +56,4 @@ def _run(fmt, x_MK, w, exponent, transposed, **where):
     return y, largest(bits, plan.tiling)
 
 
-__all__ = ["matmul_all_reduce", "played"]
+__all__ = ["frame_bytes", "matmul_all_reduce", "played"]

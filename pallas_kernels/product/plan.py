@@ -25,6 +25,12 @@ from pallas_kernels.product.sizes import FRAMES, TILE_K, TILE_M, TILE_N
 WALK = 8
 
 
+def frame_tiling(fmt: Format) -> Tiling:
+    """Of a frame, as if it were a message of its own."""
+    elements = ROWS * TILE_N
+    return Tiling(fmt, Geometry(elements, 1, elements), any_order=True)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The tiles of x [M, K] @ w, w [K, N] or, `transposed`, [N, K], summed over `ranks` ranks of a mesh axis.
@@ -44,9 +50,7 @@ class Plan:
 
     @property
     def tiling(self) -> Tiling:
-        """Of a frame, as if it were a message of its own."""
-        elements = ROWS * TILE_N
-        return Tiling(self.fmt, Geometry(elements, 1, elements), any_order=True)
+        return frame_tiling(self.fmt)
 
     @property
     def tiles(self) -> int:

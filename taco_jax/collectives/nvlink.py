@@ -90,7 +90,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
         kind = one_shot if message.in_one_shot else two_shot
         return UnderWay(kind.all_reduce(message, x_S, exponent, key), kind.HOPS).arrive()
 
-    y, measure = _run(message, fused, separate, x_S, exponent, to="invarying")
+    y, measure = run(message, fused, separate, (x_S,), exponent, to="invarying")
     _record(message, "psum", x, geometry, 1 if message.in_one_shot else 2)
     if whole < x.size:
         label, n = message.label, x.size - whole
@@ -106,7 +106,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     p, n = x_PN.shape
     fused = lambda x, exponent: kernels.reduce_scatter(backend.to_format(message.codec), x, axis, exponent)
     separate = lambda x, exponent: two_shot.reduce_scatter(message, x, exponent, key)
-    y, measure = _run(message, fused, separate, to_varying(x_PN, axis), exponent, to="varying")
+    y, measure = run(message, fused, separate, (to_varying(x_PN, axis),), exponent, to="varying")
     _record(message, "psum_scatter", x_PN, backend.Geometry(p * n, p, n), 1)
     return y, measure
 
@@ -119,31 +119,32 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str, separate)
         y_PN, measure = kernels.all_gather(backend.to_format(message.codec), x.reshape(-1), axis, exponent)
         return y_PN.reshape(-1, *x.shape), measure
 
-    y, measure = _run(message, fused, separate, to_varying(x, axis), exponent, to=to)
+    y, measure = run(message, fused, separate, (to_varying(x, axis),), exponent, to=to)
     whole = jax.ShapeDtypeStruct((message.ranks * x.size,), x.dtype)
     _record(message, "all_gather", whole, backend.Geometry(x.size, 1, x.size), 1)
     return y, measure
 
 
-def _run(message: Message, fused: Callable, separate: Callable, x, exponent, to: str) -> list[jax.Array]:
-    """(result, measure) of one of both; a kernel's results come typed as if they were the same on every device."""
-    inputs = [x] if exponent is None else [x, jnp.asarray(exponent, jnp.int32)]
+def run(message: Message, fused: Callable, separate: Callable, operands, exponent, to: str) -> list[jax.Array]:
+    """(result, measure) of fused(*operands, exponent) or of separate, where the mesh is in no order for peer memory; a
+    kernel's results come typed as if they were the same on every device."""
+    inputs = [*operands] if exponent is None else [*operands, jnp.asarray(exponent, jnp.int32)]
     axes = frozenset().union(*map(varying_axes, inputs))
     of_result = axes - {*axis_tuple(message.axis)} if to == "invarying" else axes
 
     def typed(run):
-        def traced(x, exponent=None):
-            y, measure = run(x, exponent)
+        def traced(*inputs):
+            y, measure = run(*inputs, *([None] if exponent is None else []))
             measure = measure.reshape(-1)
             return as_varying(y, sorted(of_result)), as_varying(measure, sorted(axes))
 
         return traced
 
-    def aside(x, exponent=None):
+    def aside(*inputs):
         with contextlib.ExitStack() as stack:
             for quiet in (sites.record, backend.record):
                 stack.enter_context(quiet())
-            return typed(separate)(x, exponent)
+            return typed(separate)(*inputs)
 
     return by_mesh(typed(fused), None if message.link == "nvlink" else aside, *inputs)
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from taco_jax.collectives.differentiable import OUTPUT_NAME
 from taco_jax.compat import barrier
 from taco_jax.models.parallel import Parallel
-from taco_jax.models.projections import add_bias, add_up, enter, row
+from taco_jax.models.projections import add_bias, add_up, enter, row, row_sum
 from taco_jax.scales import SiteScales, fork
 
 State = Mapping[str, SiteScales | None]
@@ -83,12 +83,17 @@ def side_by_side(halves: tuple[Half, ...], par: Parallel) -> Callable:
                     xs[i] += sent[1]
                     sent = None
                 h_BLD = enter(half.norm(xs[i], params[half.norm_name]), par, state, half.enters)
-                y_BLD = row(half.core(h_BLD, params[half.name], shared), out["kernel"], par)
+                u_BLF = half.core(h_BLD, params[half.name], shared)
+                if len(xs) == 1:
+                    xs[i] += add_bias(row_sum(u_BLF, out["kernel"], par, state, half.leaves), out)
+                    continue
+                y_BLD = row(u_BLF, out["kernel"], par)
                 if sent:
                     y_BLD, sum_BLD = _in_turn(y_BLD, sent[1])
                     xs[sent[0]] += checkpoint_name(sum_BLD, OUTPUT_NAME)
                 sent = i, add_bias(add_up(y_BLD, par, state, half.leaves), out)
-        xs[sent[0]] += sent[1]
+        if sent:
+            xs[sent[0]] += sent[1]
         return tuple(xs)
 
     return layer

@@ -6,34 +6,64 @@ Dims: B batch, L length, D model, F the products' local output widths, added up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from taco_jax.models.parallel import Parallel
 from taco_jax.scales import SiteScales
-from taco_jax.tensor_parallel import copy_to_tp, gather_from_sp, reduce_from_tp, scatter_to_sp
+from taco_jax.tensor_parallel import (
+    column_product,
+    copy_to_tp,
+    gather_from_sp,
+    reduce_from_tp,
+    row_product,
+    scatter_to_sp,
+)
 
 Dense = Mapping[str, jax.Array]
 """{"kernel": [in, out]} and, if it has one, {"bias": [out]}; float32, local shards."""
 
 
-def enter(x_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array:
+class Entering(NamedTuple):
+    """An x that enters with its column-parallel product, whose kernel sums its gradient: arguments of the product."""
+
+    x_BLD: jax.Array
+    scales: SiteScales | None
+    site: str
+
+
+def enter(x_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array | Entering:
     """What column-parallel products take: x of all ranks' sequences. One message in the backward pass, and under
     sequence parallelism one in the forward pass too."""
     arguments = x_BLD.astype(par.dtype), par.axis, par.compression(site), state.get(site)
+    if with_product(par, site):
+        return Entering(arguments[0], state.get(site), site)
     if par.sequence_dim is None:
         return copy_to_tp(*arguments, site=site)
     return gather_from_sp(*arguments, dim=par.sequence_dim, site=site)
 
 
-def column(x_BLD: jax.Array, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:
+def with_product(par: Parallel, site: str) -> bool:
+    """Whether a site's sums are to go into the kernels of the products before them."""
+    compression = par.compression(site)
+    return par.sequence_dim is None and compression is not None and compression.with_product
+
+
+def column(x_BLD: jax.Array | Entering, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:
     """`[x @ d.kernel + d.bias for d in denses]` of an x that has entered, as one product.
 
     The kernels are joined while they are cast, which reads and writes them once either way.
     """
     kernel_DF = jnp.concatenate([dense["kernel"].astype(par.dtype) for dense in denses], axis=1)
-    y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
+    if isinstance(x_BLD, Entering):
+        x, scales, site = x_BLD
+        y_BLF = column_product(
+            x, kernel_DF, par.axis, par.compression(site), scales, precision=par.precision, site=site
+        )
+    else:
+        y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
     ends = [0]
     for dense in denses:
         ends.append(ends[-1] + dense["kernel"].shape[1])
@@ -43,6 +73,15 @@ def column(x_BLD: jax.Array, denses: Sequence[Dense], par: Parallel) -> list[jax
 def row(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
     """This rank's term of the row-parallel product `x @ kernel`; `add_up` makes the layer's output of it."""
     return jnp.matmul(x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype), precision=par.precision)
+
+
+def row_sum(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel, state: Mapping, site: str) -> jax.Array:
+    """`add_up(row(x, kernel))`, in one kernel where that is asked for and can be."""
+    if not with_product(par, site):
+        return add_up(row(x_BLF, kernel_FD, par), par, state, site)
+    operands = x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype)
+    arguments = par.axis, par.compression(site), state.get(site)
+    return row_product(*operands, *arguments, precision=par.precision, site=site)
 
 
 def add_up(y_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array:

@@ -1,0 +1,165 @@
+"""Products whose sum over the ranks is part of the same kernel (`pallas_kernels/product`), where it can be.
+
+| function | forward | backward |
+|---|---|---|
+| product_psum | sum over the ranks of x @ w | dx = dy w^T, dw = x^T dy |
+| copy_product | x @ w, x the same on every rank | dx = sum over the ranks of dy w^T, dw = x^T dy |
+
+Megatron's g behind a row-parallel product and f before a column-parallel one, each joined with its product. A sum has
+two hops, the owner's own term unquantised, as two-shot has; owners have 64 rows each in turn, there one piece each.
+
+Dim letters: M rows, K inner dimension, N columns of the product that is summed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import product as kernels
+from taco_jax import backend, sites
+from taco_jax.collectives import nvlink, one_shot, two_shot
+from taco_jax.collectives.api import copy, psum
+from taco_jax.collectives.differentiable import AMAX_NAME, OUTPUT_NAME, as_slot
+from taco_jax.collectives.hops import UnderWay
+from taco_jax.collectives.message import Label, Message
+from taco_jax.collectives.options import check_options
+from taco_jax.collectives.region import axis_tuple, to_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The static part. transposed: w is [N, K]."""
+
+    message: Message
+    transposed: bool
+    precision: Any = None
+
+    def term(self, x, w):
+        return jnp.matmul(x, w.T if self.transposed else w, precision=self.precision)
+
+
+def product_psum(x, w, axis_name, *, precision=None, site="psum", scales=None, **options) -> jax.Array:
+    """The sum over the ranks of x [..., K] @ w [K, N]: varying -> invarying, in one kernel where `takes` says so.
+
+    options: those of `psum`, which does the rest.
+    """
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
+    found = _product(0, "forward", axis_name, result, site, scales, options, transposed=False, precision=precision)
+    if not takes(found, x, w):
+        return psum(jnp.matmul(x, w, precision=precision), axis_name, site=site, scales=scales, **options)
+    exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
+    return _psum(found, to_varying(x, axis_name), to_varying(w, axis_name), exponents, slot)
+
+
+def copy_product(x, w, axis_name, *, precision=None, site="copy", scales=None, **options) -> jax.Array:
+    """x [..., N] @ w [N, K] of an x that is the same on every rank; the sum that its gradient is in one kernel where
+    `takes` says so. options: those of `copy`."""
+    found = _product(1, "backward", axis_name, x, site, scales, options, transposed=True, precision=precision)
+    if not takes(found, jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype), w):
+        return jnp.matmul(copy(x, axis_name, site=site, scales=scales, **options), w, precision=precision)
+    exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
+    return _copy(found, x, to_varying(w, axis_name), exponents, slot)
+
+
+def takes(product: Product, x, w) -> bool:
+    """Whether x [..., K] @ w and its sum are one kernel; what is chosen is noted (`backend.record`)."""
+    message, n = product.message, w.shape[0] if product.transposed else w.shape[1]
+    m = x.size // x.shape[-1]
+    if message.codec.exact or message.ranks == 1 or x.dtype != w.dtype:
+        return False
+    if not nvlink.takes(message, "all_reduce", jax.ShapeDtypeStruct((m * n,), x.dtype)):
+        return False
+    fmt = backend.to_format(message.codec)
+    reason = kernels.obstacle(fmt, m, x.shape[-1], n, str(x.dtype), message.ranks)
+    chosen = ("nvlink", "a product and its sum are one kernel") if reason is None else ("separate", reason)
+    backend.note(message.codec, "product and sum", chosen)
+    return reason is None
+
+
+def _product(which: int, direction: str, axis, result, site, scales, options, **own) -> Product:
+    """The product whose result is summed: the forward message of `psum`, or the backward one of `copy`."""
+    given = {"codec": None, "backward_codec": None, "link": "auto", "min_bytes": 0, "backend": "auto", "chunks": 1}
+    given |= {"exchange": "auto", "key": None} | options
+    codec, backward = given.pop("codec"), given.pop("backward_codec")
+    checked = check_options(direction, axis, codec, backward, scales, given.pop("key"), None, **given)
+    label = Label(site, direction, sites.current_calls(direction))
+    nbytes = result.size * result.dtype.itemsize
+    return Product(checked.message(checked.codecs[which], nbytes, label), **own)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _psum(product: Product, x, w, exponents, slot):
+    return _sum(product, x, w, None if exponents is None else exponents[0])[0]
+
+
+def _psum_fwd(product, x, w, exponents, slot):
+    y, measure = _sum(product, x, w, None if exponents is None else exponents[0])
+    measure = None if slot is None else checkpoint_name(measure, AMAX_NAME)
+    return checkpoint_name(y, OUTPUT_NAME), (x, w, measure, slot)
+
+
+def _psum_bwd(product, residuals, ct):
+    x, w, measure, slot = residuals
+    dx, dw = jax.vjp(product.term, x, w)[1](to_varying(ct, product.message.axis))
+    return dx, dw, None, None if slot is None else jnp.stack([as_slot(measure, slot[0]), jnp.zeros_like(slot[1])])
+
+
+_psum.defvjp(_psum_fwd, _psum_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copy(product: Product, x, w, exponents, slot):
+    return jnp.matmul(to_varying(x, product.message.axis), w, precision=product.precision)
+
+
+def _copy_fwd(product, x, w, exponents, slot):
+    return _copy(product, x, w, exponents, slot), (x, w, exponents, slot)
+
+
+def _copy_bwd(product, residuals, ct):
+    x, w, exponents, slot = residuals
+    x = to_varying(x, product.message.axis)
+    (dw,) = jax.vjp(lambda w: jnp.matmul(x, w, precision=product.precision), w)[1](ct)
+    dx, measure = _sum(product, ct, w, None if exponents is None else exponents[1])
+    return dx, dw, None, None if slot is None else jnp.stack([jnp.zeros_like(slot[0]), as_slot(measure, slot[1])])
+
+
+_copy.defvjp(_copy_fwd, _copy_bwd)
+
+
+# Codes have no derivative: second derivatives take the exact ones of the product, as the first ones do.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
+    """(the sum over the ranks of the product, its measure)."""
+    message, (axis,) = product.message, axis_tuple(product.message.axis)
+    fmt = backend.to_format(message.codec)
+
+    def fused(x, w, exponent):
+        rows = x.reshape(-1, x.shape[-1])
+        y, measure = kernels.matmul_all_reduce(fmt, rows, w, axis, exponent, transposed=product.transposed)
+        return y.reshape(*x.shape[:-1], -1), measure
+
+    def separate(x, w, exponent):
+        kind = one_shot if message.in_one_shot else two_shot
+        return UnderWay(kind.all_reduce(message, product.term(x, w), exponent, None), kind.HOPS).arrive()
+
+    y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
+    message.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
+    return y, measure
+
+
+def _sum_fwd(product, x, w, exponent):
+    return _sum(product, x, w, exponent), (x, w)
+
+
+def _sum_bwd(product, residuals, ct):
+    return *jax.vjp(product.term, *residuals)[1](to_varying(ct[0], product.message.axis)), None
+
+
+_sum.defvjp(_sum_fwd, _sum_bwd)
