@@ -79,6 +79,10 @@ class Row:
     hlo: tuple[tuple[str, str, int], ...]
     levels: tuple[Level, ...] = ()
 
+    def bytes_of(self, level: str) -> float:
+        """Sent by one device per step in a level, "inside" or "between"; 0 of a message that has none."""
+        return self.calls * sum(part.bytes for part in self.levels if part.name == level)
+
     @property
     def bits_per_element(self) -> float:
         return 8 * self.bytes / (self.bytes_bf16 / 2) if self.bytes_bf16 else 0.0

@@ -183,7 +183,7 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             "data_parallel.parameters='int8h': without data_parallel.zero1 no weights are sent; set ",
         ),
         ({"data_parallel.bucket_mb": 0.0}, "data_parallel.bucket_mb=0.0: must be above 0"),
-        ({"data_parallel.devices_per_host": 0}, "data_parallel.devices_per_host=0: must be at least 1, or None"),
+        ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (

@@ -136,8 +136,9 @@ def test_chains_that_make_messages_too_small_are_named():
     assert "cuts" not in text(1, 10_000) and "cuts" not in text(2, 8_192) and "cuts" not in text(2, 20_000)
 
 
-def data_parallel(dp=4, **settings):
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=dp), data_parallel=DataParallelConfig(**settings))
+def data_parallel(dp=4, devices_per_host=None, **settings):
+    mesh = MeshConfig(dp=dp, devices_per_host=devices_per_host)
+    config = dataclasses.replace(CONFIG, mesh=mesh, data_parallel=DataParallelConfig(**settings))
     p = step.build(config, make_mesh(dp))
     return p, "\n".join(estimate._data_parallel_text(p)).splitlines()
 
@@ -151,7 +152,7 @@ def test_what_data_parallel_ranks_send_and_hold():
     ]
     assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [
         "  gradients: int8h over 2 ranks (dp_in), then int4h over 2 ranks (dp_out), float32 sums",
-        "  sdp4: 2 hosts of 2 ranks (devices_per_host=2)",
+        "  sdp4: 2 hosts of 2 ranks (mesh.devices_per_host=2)",
         "  optimiser state: in 4 shares, float32 master weights too",
         "  parameters: whole on every rank in bfloat16, changes sent in int6h",
     ]
@@ -160,7 +161,7 @@ def test_what_data_parallel_ranks_send_and_hold():
         assert lines[2] == "  sdp4: one host, so only the level inside (as JAX says)"
         assert lines[-1] == f"  parameters: whole on every rank in {dtype}, sent in {dtype}"
     lines = data_parallel(gradients="sdp4", devices_per_host=1)[1]
-    assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (devices_per_host=1)"
+    assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (mesh.devices_per_host=1)"
 
 
 def test_bytes_over_dp_are_listed():

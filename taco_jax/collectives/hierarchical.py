@@ -16,10 +16,10 @@ An all-reduce of a message of W bytes, in the codec of each level:
 
 A flat two-shot sends 2 (H-1)/H W between hosts, L times as much. Sums are float32, over the ranks of a host in their
 order, then over hosts in theirs; the owner's own term, of a host's sum too, is unquantised on the way to the sum (but
-in an exchange). The last encoding is of the whole sum, and every rank, its owner too, decodes its bytes: after a two-shot
-they go through both gathers as they are, after an exchange the ranks that hold the same share encode equal sums. What
-passes between hosts last is therefore in that level's codec for everybody, also what the ranks of one host gather from
-each other: only so all ranks are bit-identical.
+in an exchange). The last encoding is of the whole sum, and every rank, its owner too, decodes its bytes: after a
+two-shot they go through both gathers as they are, after an exchange the ranks that hold the same share encode equal
+sums. What a two-shot or an all_gather sends between hosts is therefore in that level's codec for everybody, also where
+the ranks of one host gather from each other: only so all ranks are bit-identical.
 
 An exponent is that of the codec inside; the other codec's is shifted by the quotient of their largest values, and the
 measure holds the largest scale of all hops, in units of the codec inside.
