@@ -164,6 +164,44 @@ def test_what_data_parallel_ranks_send_and_hold():
     assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (mesh.devices_per_host=1)"
 
 
+def test_levels_of_tensor_parallelism_are_listed():
+    def text(tp, hosts, **compression):
+        mesh = MeshConfig(tp=tp, devices_per_host=hosts)
+        compression = CompressionConfig("taco", "int8h", **compression)
+        p = step.build(dataclasses.replace(CONFIG, mesh=mesh, compression=compression), make_mesh(tp=tp))
+        estimate.trace(p)
+        return p, "\n".join(estimate._hosts_text(p)), estimate._site_text(p)
+
+    p, hosts, sites = text(4, 2, between_hosts="int4h")
+    assert hosts.splitlines() == [
+        "tensor parallelism (tp 4)",
+        "  2 hosts of 2 ranks (mesh.devices_per_host=2)",
+        "  messages: hierarchical, all: inside a host, between hosts and inside again, 1/2 as much between hosts",
+    ]
+    rows = [row for row in p.table.rows() if row.levels]
+    for row in rows:
+        name = rf"{row.site} +{row.direction} +psum +tp +{row.codec}"
+        inside, between = (f"{row.bytes_of(level) / 1e6:.3f}" for level in ("inside", "between"))
+        lines = rf"    inside a host, 2 ranks +{row.codec} +\d+ +{inside}\n    between 2 hosts +int4h +\d+ +{between}\n"
+        assert re.search(rf"^  {name} .*\n{lines}", sites, re.M), (name, sites)
+    inside, between = (sum(row.bytes_of(level) for row in rows) / 1e6 for level in ("inside", "between"))
+    assert f"  of it in levels: {inside:.3f} MB inside hosts, {between:.3f} MB between hosts\n" in sites
+    assert rows and inside + between == pytest.approx(p.table.total()[0] / 1e6)
+
+    lines = lambda *args, **compression: text(*args, **compression)[1].splitlines()
+    assert lines(4, None) == []
+    assert lines(4, 2, algorithm="two_shot")[2].startswith(
+        "  messages: flat, as configured; algorithm=hierarchical sends"
+    )
+    assert lines(4, None, algorithm="hierarchical")[1:] == [
+        "  one host (as JAX says)", "  messages: flat: algorithm=hierarchical has levels only where tp spans hosts",
+    ]  # fmt: skip
+    assert lines(4, 1, between_hosts="int4h")[1:] == [
+        "  4 hosts of 1 ranks (mesh.devices_per_host=1)",
+        "  messages: flat, in int4h (compression.between_hosts): no host has two ranks of tp",
+    ]
+
+
 def test_bytes_over_dp_are_listed():
     p, _ = data_parallel(gradients="int8h", zero1=True, parameters="int4h")
     text = estimate._site_text(p)

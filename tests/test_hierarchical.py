@@ -19,15 +19,14 @@ from pallas_kernels import KernelUnavailableError
 from taco_jax import CODECS, Codec, SiteScales, sites, tuned
 from taco_jax.collectives import hosts
 
+scatter = functools.partial(taco_jax.psum_scatter, scatter_dimension=1, tiled=True)
+gather = functools.partial(taco_jax.all_gather, axis=-2, tiled=True)
 OPERATIONS = {
     "psum": (model_hierarchical, taco_jax.psum),
-    "psum_scatter": (model_hierarchical_scatter, functools.partial(taco_jax.psum_scatter, scatter_dimension=1, tiled=True)),
-    "all_gather": (model_hierarchical_gather, functools.partial(taco_jax.all_gather, axis=-2, tiled=True)),
-    "all_gather_invarying": (
-        model_hierarchical_gather,
-        functools.partial(taco_jax.all_gather, tiled=True, to="invarying"),
-    ),
-}  # fmt: skip
+    "psum_scatter": (model_hierarchical_scatter, scatter),
+    "all_gather": (model_hierarchical_gather, gather),
+    "all_gather_invarying": (model_hierarchical_gather, functools.partial(gather, to="invarying")),
+}
 INVARYING = ("psum", "all_gather_invarying")
 GRID = {
     "operation": tuple(OPERATIONS),
