@@ -1,8 +1,9 @@
 """Which ranks of a mesh axis share a host, and the groups of ranks that exchange messages inside hosts and between.
 
-A host is what JAX says of the devices (on GPUs the machine, however many processes it runs; else the process), or so
-many consecutive devices of the mesh. The ranks of a host are consecutive on the axis: rank r is rank r % local of host
-r // local, and ranks of different hosts that exchange messages have the same r % local.
+A host is what JAX says of the devices (of several processes the machine, however many of them it runs; where JAX does
+not know machines, the process), or so many consecutive devices of the mesh. The ranks of a host are consecutive on the
+axis: rank r is rank r % local of host r // local, and ranks of different hosts that exchange messages have the same
+r % local.
 """
 
 from __future__ import annotations
