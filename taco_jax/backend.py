@@ -159,7 +159,8 @@ def reduce_decode(
 ) -> jax.Array:
     """Wires of P ranks and the own x -> the sum dtype[N]; dtype: x's by default, or float32."""
     dtype = jnp.dtype(x_S.dtype if dtype is None else dtype)
-    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry)
+    # What fits with x as wide as the sum fits with a narrower one.
+    kernels = _kernels(codec, "reduce", dtype, geometry.per_message, backend, geometry)
     if kernels is None:
         z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
         return codec.from_blocks(z_MB, geometry.per_message, dtype)
