@@ -58,7 +58,7 @@ class CompressionConfig:
     min_bytes: int | None = None
     """Messages below this many bytes are sent exactly; None takes the value tuned for the link."""
     algorithm: str = "auto"
-    """auto (hierarchical for large messages where tp spans hosts), one_shot, two_shot or hierarchical."""
+    """Collective algorithm: one_shot, two_shot, hierarchical, or auto: in levels where tp spans hosts, else flat."""
     between_hosts: str | None = None
     """Codec between hosts of messages that go in levels, in both directions; None: the message's own."""
     link: str = "auto"
