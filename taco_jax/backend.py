@@ -154,14 +154,18 @@ def reduce_encode(
     return _where_it_can(codec, exponent, kernels, kernel, reference, inputs)
 
 
-def reduce_decode(codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, *, backend="auto") -> jax.Array:
-    """Wires of P ranks and the own x -> the sum, x's dtype[N]."""
-    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry)
+def reduce_decode(
+    codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, *, dtype=None, backend="auto"
+) -> jax.Array:
+    """Wires of P ranks and the own x -> the sum dtype[N]; dtype: x's by default, or float32."""
+    dtype = jnp.dtype(x_S.dtype if dtype is None else dtype)
+    # What fits with x as wide as the sum fits with a narrower one.
+    kernels = _kernels(codec, "reduce", dtype, geometry.per_message, backend, geometry)
     if kernels is None:
         z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
-        return codec.from_blocks(z_MB, geometry.per_message, x_S.dtype)
-    exponent = _scalar(exponent)
-    y_N = kernels.reduce_decode(to_format(codec, encodes=False), geometry, wires, x_S, rank, exponent)
+        return codec.from_blocks(z_MB, geometry.per_message, dtype)
+    exponent, wider = _scalar(exponent), {} if dtype == x_S.dtype else {"dtype": dtype}
+    y_N = kernels.reduce_decode(to_format(codec, encodes=False), geometry, wires, x_S, rank, exponent, **wider)
     return _typed(y_N, wires, x_S, rank, exponent)
 
 

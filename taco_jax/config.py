@@ -39,6 +39,8 @@ class MeshConfig:
     """Pipeline-parallel axis: stages, groups of layers on different devices."""
     tp: int = 1
     """Tensor-parallel axis: devices that share every layer and exchange activations."""
+    devices_per_host: int | None = None
+    """Consecutive devices that count as one host where messages go in levels; None: as JAX says."""
 
     @property
     def size(self) -> int:
@@ -56,7 +58,9 @@ class CompressionConfig:
     min_bytes: int | None = None
     """Messages below this many bytes are sent exactly; None takes the value tuned for the link."""
     algorithm: str = "auto"
-    """Collective algorithm: auto, one_shot or two_shot."""
+    """Collective algorithm: one_shot, two_shot, hierarchical, or auto: in levels where tp spans hosts, else flat."""
+    between_hosts: str | None = None
+    """Codec between hosts of messages that go in levels, in both directions; None: the message's own."""
     link: str = "auto"
     """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
     backend: str = "auto"
@@ -103,8 +107,6 @@ class DataParallelConfig:
     """How zero1 sends updated weights: none (float32), bfloat16, or a codec, for the change of all ranks' copy."""
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
-    devices_per_host: int | None = None
-    """Consecutive devices of the mesh that sdp4 takes for one host; None: as JAX says."""
 
 
 @dataclasses.dataclass(frozen=True)

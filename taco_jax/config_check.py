@@ -19,7 +19,7 @@ from taco_jax.config import (
     pipeline_schedule,
 )
 from taco_jax.pipeline.schedule import SCHEDULES
-from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS
+from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS, check_levels
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
@@ -81,6 +81,9 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
             key,
             f"{nearest(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
         )
+    hosts = config.mesh.devices_per_host
+    rule = "must be at least 1, or None for what JAX says"
+    _require(hosts is None or hosts >= 1, config, "mesh.devices_per_host", rule)
     chunks = config.compression.chunks
     rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
     _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)
@@ -234,9 +237,16 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
             f"compression.plan {pattern!r} (forward)": forward,
             f"compression.plan {pattern!r} (backward)": backward,
         }
+    between = config.compression.between_hosts
+    if between is not None:
+        names["compression.between_hosts"] = between
     for key, name in names.items():
         if name not in codecs:
             raise ConfigError(f"{key}={name!r}: no such codec preset; {nearest(name, codecs)}")
+    try:
+        check_levels(config.compression.algorithm, None, between)
+    except ValueError as error:
+        raise ConfigError(f"compression.{error}") from None
 
 
 def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:
@@ -255,9 +265,6 @@ def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> N
         )
     rule = "must be above 0 and finite, for example 256"
     _require(0 < d.bucket_mb < math.inf, config, "data_parallel.bucket_mb", rule)
-    hosts = d.devices_per_host
-    rule = "must be at least 1, or None for what JAX says"
-    _require(hosts is None or hosts >= 1, config, "data_parallel.devices_per_host", rule)
 
 
 def _require(holds: bool, config: TrainConfig, key: str, rule: str) -> None:

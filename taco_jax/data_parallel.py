@@ -56,7 +56,7 @@ class DataParallel:
         c = config.data_parallel
         self.config, self.mesh, self.specs = config, mesh, specs
         self.ranks = mesh.shape["dp"]
-        self.levels = levels.choose(c.gradients, mesh, c.devices_per_host)
+        self.levels = levels.choose(c.gradients, mesh, config.mesh.devices_per_host)
         self.sharded = c.zero1 and self.ranks > 1
         self.has_copy = self.sharded and c.parameters != "none"
         self.copy_dtype = jnp.dtype(BF16 if c.parameters == BF16 else config.compute_dtype)

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import sites
 from taco_jax.codec import Codec, check_choice
 from taco_jax.collectives import check_region, to_varying
+from taco_jax.collectives.hosts import ranks_per_host
 from taco_jax.compat import varying_axes
 from taco_jax.dense_layout import activation_specs, typed
 from taco_jax.plan import Compression, as_compression
@@ -158,6 +159,7 @@ def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None, 
     specs = (x_spec, P(*dense.kernel_names), P(*dense.bias_names), P(), P())
     specs = tuple(None if a is None else spec for a, spec in zip(arguments, specs, strict=True))
     arguments = [None if a is None else typed(a, mesh, spec) for a, spec in zip(arguments, specs, strict=True)]
+    dense = _with_hosts(dense, mesh)
     # The cached program serves eager calls too. It records no messages again, so a recording gets a new one.
     build = _sharded.__wrapped__ if sites.recording() else _sharded
     return build(dense, mesh, specs, y_spec)(*arguments)
@@ -176,6 +178,16 @@ def _sharded(dense: Dense, mesh, in_specs, out_specs):
         return _local(dense, *arguments)
 
     return jax.jit(jax.shard_map(compressed_dense, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+@functools.lru_cache(maxsize=512)
+def _with_hosts(dense: Dense, mesh) -> Dense:
+    """The layer with what its mesh's devices say of their hosts: inside the region they are not known."""
+    compression = dense.compression
+    if compression is None or compression.ranks_per_host is not None or not isinstance(mesh, jax.sharding.Mesh):
+        return dense
+    local = ranks_per_host(mesh, dense.axis)
+    return dataclasses.replace(dense, compression=dataclasses.replace(compression, ranks_per_host=local))
 
 
 def _local(dense: Dense, x, kernel, bias, exponents, slot) -> jax.Array:

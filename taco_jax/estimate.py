@@ -19,8 +19,9 @@ from pallas_kernels import OPERATIONS
 from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
+from taco_jax.collectives.hosts import ranks_per_host
 from taco_jax.config import ConfigError, TrainConfig, microbatch, to_dict
-from taco_jax.levels import SDP4, ranks_per_host
+from taco_jax.levels import SDP4
 from taco_jax.mesh import make_mesh
 
 GB = 1e9
@@ -68,7 +69,7 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     choices = trace(program)
     kernels = _kernel_text(program, choices)
     stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
-    texts = [_config_text(config), kernels, *stages, *_data_parallel_text(program)]
+    texts = [_config_text(config), kernels, *stages, *_hosts_text(program), *_data_parallel_text(program)]
     return "\n\n".join([*texts, _memory_text(config, program), _site_text(program)])
 
 
@@ -94,14 +95,18 @@ def _kernel_text(program: step_lib.Program, choices: backend.Choices) -> str:
     """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
     device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
-    for codec in sorted({*program.codecs, *program.data_parallel.codecs}):
+    of_levels = {level.codec for row in program.table.rows() for level in row.levels}
+    alone = {row.codec for row in program.table.rows() if row.kind == "activation"}
+    for codec in sorted({*program.codecs, *program.data_parallel.codecs, *of_levels, *(alone - {"none"})}):
         by_choice: dict[tuple[str, str], list[str]] = {}
         for operation in OPERATIONS:
             for choice in choices.get((codec, operation), ()):
                 by_choice.setdefault(choice, []).append(operation)
         if not by_choice:
+            between = program.config.compression.between_hosts if program.ranks_per_host == 1 else None
             why = "it sends values as they are" if codec == "none" else "every message goes exactly"
-            lines.append(f"  {codec:12} jax.lax: {why}")
+            how = f"jax.lax: {why}" if between is None else f"unused: every message goes between hosts, in {between}"
+            lines.append(f"  {codec:12} {how}")
         for (name, reason), operations in by_choice.items():
             which = "" if len(by_choice) == 1 else f" ({', '.join(operations)})"
             lines.append(f"  {codec:12} {name}{which}: {reason}")
@@ -164,6 +169,35 @@ def _pipeline_text(program: step_lib.Program) -> str:
     return "\n".join(lines)
 
 
+def _hosts_text(program: step_lib.Program) -> list[str]:
+    """Whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
+    tp, local, c = program.config.mesh.tp, program.ranks_per_host, program.config.compression
+    if tp == 1 or (local == tp and c.algorithm != "hierarchical"):
+        return []
+    hosts = "one host" if local == tp else f"{tp // local} hosts of {local} ranks"
+    rows = [r for r in program.table.rows() if "tp" in r.axis and r.kind == "activation" and r.codec != "none"]
+    least = tuned.hierarchical_min_bytes(program.mesh.devices.flat[0])
+    if local == tp:
+        what = "flat: algorithm=hierarchical has levels only where tp spans hosts"
+    elif local == 1:
+        codec = "" if c.between_hosts is None else f", in {c.between_hosts} (compression.between_hosts)"
+        what = f"flat{codec}: no host has two ranks of tp"
+    elif c.algorithm not in ("auto", "hierarchical"):
+        what = f"flat, as configured; algorithm=hierarchical sends 1/{local} as much between hosts"
+    elif not any(r.levels for r in rows):
+        what = f"flat: no message is compressed and has {least:,} bytes, from which on algorithm=auto goes in levels"
+    else:
+        which = f"those from {least:,} bytes on" if c.algorithm == "auto" and least else "all"
+        what = f"hierarchical, {which}: inside a host, between hosts and inside again, 1/{local} as much between hosts"
+    lines = [f"tensor parallelism (tp {tp})", f"  {hosts} ({_source_of_hosts(program)})", f"  messages: {what}"]
+    return ["\n".join(lines)]
+
+
+def _source_of_hosts(program: step_lib.Program) -> str:
+    given = program.config.mesh.devices_per_host
+    return "as JAX says" if given is None else f"mesh.devices_per_host={given}"
+
+
 def _data_parallel_text(program: step_lib.Program) -> list[str]:
     """How gradients are summed over dp and who holds what; nothing where dp is 1."""
     dp, c = program.data_parallel, program.config.data_parallel
@@ -172,11 +206,10 @@ def _data_parallel_text(program: step_lib.Program) -> list[str]:
     levels = [f"{level.codec.name} over {level.ranks} ranks ({level.axis})" for level in dp.levels.levels]
     lines = [f"data parallelism (dp {dp.ranks})", f"  gradients: {', then '.join(levels)}, float32 sums"]
     if c.gradients == SDP4:
-        inside = ranks_per_host(program.mesh, c.devices_per_host)
+        inside = ranks_per_host(program.mesh, "dp", program.config.mesh.devices_per_host)
         hosts = f"{dp.ranks // inside} hosts of {inside} ranks" if inside < dp.ranks else "one host"
         level = {1: ", so only the level between hosts", dp.ranks: ", so only the level inside"}.get(inside, "")
-        source = "as JAX says" if c.devices_per_host is None else f"devices_per_host={c.devices_per_host}"
-        lines.append(f"  sdp4: {hosts}{level} ({source})")
+        lines.append(f"  sdp4: {hosts}{level} ({_source_of_hosts(program)})")
     if not dp.sharded:
         lines.append("  optimiser state: whole on every rank (data_parallel.zero1 shares it out)")
     else:
@@ -221,6 +254,10 @@ def _site_text(program: step_lib.Program) -> str:
         ratio = r.bytes_bf16 / r.bytes if r.bytes else 1.0
         numbers = (r.calls, f"{r.bytes / 1e6:.3f}", f"{r.bits_per_element:.3f}", f"{ratio:.3f}")
         lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers))
+        for level in r.levels:
+            who = f"inside a host, {level.ranks} ranks" if level.name == "inside" else f"between {level.ranks} hosts"
+            numbers = (level.codec, r.calls, f"{r.bytes_of(level.name) / 1e6:.3f}", "", "")
+            lines.append(layout.format(f"  {who}", "", "", "", *numbers).rstrip())
     sent, bf16 = program.table.total()
     everything, _ = program.table.total(None)
     traffic = "TP activation traffic" if program.config.mesh.pp == 1 else "TP and PP activation traffic"
@@ -229,6 +266,9 @@ def _site_text(program: step_lib.Program) -> str:
         lines.append(f"  {traffic} {sent / 1e6:.3f} MB a step, {saving}")
     else:
         lines.append(f"  {traffic}: none (tp 1)")
+    inside, between = (sum(r.bytes_of(level) for r in rows) for level in ("inside", "between"))
+    if between:
+        lines.append(f"  of it in levels: {inside / 1e6:.3f} MB inside hosts, {between / 1e6:.3f} MB between hosts")
     for kind, what in (("gradient", "gradients over dp"), ("parameter", "parameters over dp")):
         sent, bf16 = program.table.total(kind)
         if sent:

@@ -1,18 +1,19 @@
 """The levels of a reduction over the data-parallel axis: which ranks, and in which codec.
 
 `sdp4` is SDP4Bit's (arXiv 2410.15526): gradients are summed in 8 bits by the ranks inside a host, whose links are fast,
-then in 4 bits between hosts. A mesh axis cannot be addressed in groups, so the two levels are two axes, of a second
-mesh over the same devices in the same order.
+then in 4 bits between hosts. Each level is a collective of its own here, with buckets and codecs of its own, so the two
+are two axes, of a second mesh over the same devices in the same order; which ranks share a host is decided in
+`collectives/hosts.py`, as for the collectives that go in levels by themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from taco_jax.codec import Codec, as_codec
+from taco_jax.collectives.hosts import ranks_per_host
 
 SDP4 = "sdp4"
 INSIDE, BETWEEN = "int8h", "int4h"
@@ -47,7 +48,7 @@ def choose(gradients: str, mesh: Mesh, devices_per_host: int | None = None) -> L
     dp = mesh.shape["dp"]
     if gradients != SDP4:
         return Levels(mesh, "dp", (Level("dp", dp, as_codec(gradients)),))
-    inside = ranks_per_host(mesh, devices_per_host)
+    inside = ranks_per_host(mesh, "dp", devices_per_host)
     if inside in (1, dp):
         return Levels(mesh, "dp", (Level("dp", dp, as_codec(INSIDE if inside == dp else BETWEEN)),))
     shape = (dp // inside, inside, *mesh.devices.shape[1:])
@@ -55,28 +56,3 @@ def choose(gradients: str, mesh: Mesh, devices_per_host: int | None = None) -> L
     split = Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
     levels = (Level(INNER, inside, as_codec(INSIDE)), Level(OUTER, dp // inside, as_codec(BETWEEN)))
     return Levels(split, (OUTER, INNER), levels)
-
-
-def ranks_per_host(mesh: Mesh, devices_per_host: int | None = None) -> int:
-    """The most consecutive data-parallel ranks that share a host, whatever the rank along pp and tp.
-
-    A host is what JAX says of the devices (on GPUs the machine, however many processes it runs; else the process), or
-    `devices_per_host` consecutive devices of the mesh.
-    """
-    devices = mesh.devices
-    if devices_per_host is None:
-        hosts = np.array([_host(device) for device in devices.flat])
-    else:
-        hosts = np.arange(devices.size) // devices_per_host
-    dp = devices.shape[0]
-    for ranks in range(dp, 0, -1):
-        if dp % ranks == 0:
-            groups = hosts.reshape(dp // ranks, ranks, -1)
-            if (groups == groups[:, :1]).all():
-                return ranks
-    raise AssertionError("one rank shares a host with itself")
-
-
-def _host(device) -> int:
-    number = getattr(device, "slice_index", None)
-    return device.process_index if number is None else number

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec, check_choice
 
-ALGORITHMS = ("auto", "one_shot", "two_shot")
+ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
 LINKS = ("auto", "nccl", "nvlink")
 BACKENDS = ("auto", "mosaic", "triton", "jnp")
 EXCHANGES = ("auto", "all_to_all", "ring")
@@ -53,6 +53,32 @@ def check_transport(algorithm, link, backend, exchange, chunks, min_bytes) -> tu
     return chunks, min_bytes
 
 
+def check_levels(algorithm: str, ranks_per_host, between_hosts) -> tuple[int | None, Codec | None]:
+    """(ranks_per_host, between_hosts) as a Python int or None and a Codec or None.
+
+    Raises ValueError or TypeError for what cannot be, naming the key and what is valid.
+    """
+    if ranks_per_host is not None:
+        rule = "must be an integer of at least 1, or None for what JAX says of the devices"
+        ranks_per_host = as_integer("ranks_per_host", ranks_per_host, rule)
+        if ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host={ranks_per_host}: {rule}")
+    if between_hosts is None:
+        return ranks_per_host, None
+    codec = as_codec(between_hosts, "between_hosts")
+    if codec.exact:
+        raise ValueError(
+            f"between_hosts={between_hosts!r}: must be a codec that compresses, such as 'int4h', or None for the "
+            "message's own"
+        )
+    if algorithm in ("one_shot", "two_shot"):
+        raise ValueError(
+            f"between_hosts={between_hosts!r}: algorithm={algorithm!r} sends everything in one codec; use 'auto' or "
+            "'hierarchical', or leave between_hosts out"
+        )
+    return ranks_per_host, codec
+
+
 @dataclasses.dataclass(frozen=True)
 class Compression:
     """How one site communicates.
@@ -60,7 +86,12 @@ class Compression:
     Args:
       forward, backward: codec (preset name or `Codec`) of activations and of their gradients.
       min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for the link.
-      algorithm: two_shot, one_shot, or auto (the exchange for two ranks, else two_shot).
+      algorithm: two_shot, one_shot, hierarchical (inside hosts, between and inside again; with one host, or one rank
+        on each, it is as auto would be there), or auto: hierarchical where the axis spans several hosts and the message
+        is large, else the exchange for two ranks, two_shot for more.
+      between_hosts: codec of what a hierarchical message sends between hosts, in both directions; None: the
+        message's own.
+      ranks_per_host: consecutive ranks of the axis that share a host; None: as JAX says of the devices.
       link: nccl (kernels around NCCL's collectives), nvlink (one kernel that writes into peers' memory; raises
         KernelUnavailableError where it cannot), or auto, which takes nvlink where one process drives Hopper GPUs that
         have it.
@@ -82,12 +113,14 @@ class Compression:
     backend: str = "auto"
     chunks: int | None = None
     exchange: str = "auto"
+    between_hosts: str | Codec | None = None
+    ranks_per_host: int | None = None
     with_product: bool = False
 
     def __post_init__(self):
         if not isinstance(self.with_product, bool):
             raise TypeError(f"with_product={self.with_product!r}: must be True or False")
-        for key in ("forward", "backward"):
+        for key in ("forward", "backward", "between_hosts"):
             if as_codec(getattr(self, key), key).rounding == "stochastic":
                 raise ValueError(
                     f"{key}={getattr(self, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or the "
@@ -96,6 +129,8 @@ class Compression:
         chunks, min_bytes = check_transport(
             self.algorithm, self.link, self.backend, self.exchange, self.chunks, self.min_bytes
         )
+        ranks_per_host, _ = check_levels(self.algorithm, self.ranks_per_host, self.between_hosts)
+        object.__setattr__(self, "ranks_per_host", ranks_per_host)
         object.__setattr__(self, "chunks", chunks)
         object.__setattr__(self, "min_bytes", min_bytes)
 

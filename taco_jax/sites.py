@@ -39,6 +39,16 @@ _SENT = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Level:
+    """What one device sends inside its host ("inside") or to other hosts ("between"), among `ranks`; bytes a call."""
+
+    name: str
+    ranks: int
+    codec: str
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One message of a site.
 
@@ -51,6 +61,7 @@ class Row:
         in buckets), or "other" (scalars, norm weights, a sum of gradients without buckets).
       calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
       hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
+      levels: of a hierarchical message.
     """
 
     site: str
@@ -66,6 +77,11 @@ class Row:
     bytes: float
     bytes_bf16: float
     hlo: tuple[tuple[str, str, int], ...]
+    levels: tuple[Level, ...] = ()
+
+    def bytes_of(self, level: str) -> float:
+        """Sent by one device per step in a level, "inside" or "between"; 0 of a message that has none."""
+        return self.calls * sum(part.bytes for part in self.levels if part.name == level)
 
     @property
     def bits_per_element(self) -> float:
@@ -145,8 +161,9 @@ def current_calls(direction: str = "backward") -> int:
 
 
 def add(
-    site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None, hlo=()
-) -> None:
+    site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None,
+    hlo=(), levels=(),
+) -> None:  # fmt: skip
     """Records a message if a table is being recorded; `sent` and `hlo` are by default those of the exact operation."""
     table = _table.get()
     if table is None or ranks == 1 or elements == 0:
@@ -160,8 +177,9 @@ def add(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     bf16 = share * elements * 2
     table.add(
-        Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo)
-    )
+        Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo,
+            levels)
+    )  # fmt: skip
 
 
 def exact(site: str, direction: str, op: str, axis, x, *, kind: str = "other") -> None:

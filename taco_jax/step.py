@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
+from taco_jax.collectives.hosts import ranks_per_host
 from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
@@ -76,11 +77,11 @@ class TrainState:
         return self.params if self.copy is None else self.copy
 
 
-def resolve_plan(config: TrainConfig) -> dict[str, Compression | None]:
+def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict[str, Compression | None]:
     """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
     c = config.compression
-    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "with_product")
-    common = {key: getattr(c, key) for key in same}
+    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "between_hosts", "with_product")
+    common = {key: getattr(c, key) for key in same} | {"ranks_per_host": ranks_per_host}
     if config.mesh.pp > 1 and c.link == "auto":
         # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
         common["link"] = "nccl"
@@ -107,8 +108,9 @@ class Program:
     def __init__(self, config: TrainConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.batch_sharding = NamedSharding(mesh, P("dp"))
+        self.ranks_per_host = ranks_per_host(mesh, "tp", config.mesh.devices_per_host)
         self.parallel = Parallel(
-            plan=resolve_plan(config),
+            plan=resolve_plan(config, self.ranks_per_host),
             sequence_parallel=config.sequence_parallel,
             remat=config.remat,
             chains=config.chains,

@@ -50,7 +50,6 @@ def gather_from_sp(
 ) -> jax.Array:
     """The ranks' x concatenated along `dim` (forward codec); the cotangent is summed and scattered (backward codec)."""
     options = _options(compression, scales, site)
-    options.pop("algorithm")
     return collectives.all_gather(x, axis, axis=dim, tiled=True, **options)
 
 
@@ -59,7 +58,6 @@ def scatter_to_sp(
 ) -> jax.Array:
     """The own slice along `dim` of the ranks' sum of x (forward codec); the cotangent is gathered (backward codec)."""
     options = _options(compression, scales, site)
-    options.pop("algorithm")
     return collectives.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, **options)
 
 
@@ -130,7 +128,8 @@ def _options(compression, scales, site) -> dict:
     return {
         "codec": compression.forward, "backward_codec": compression.backward, "algorithm": compression.algorithm,
         "link": compression.link, "min_bytes": compression.min_bytes, "backend": compression.backend,
-        "chunks": compression.chunks, "exchange": compression.exchange, "scales": scales, "site": site,
+        "chunks": compression.chunks, "exchange": compression.exchange, "between_hosts": compression.between_hosts,
+        "ranks_per_host": compression.ranks_per_host, "scales": scales, "site": site,
     }  # fmt: skip
 
 

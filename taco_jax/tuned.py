@@ -34,6 +34,9 @@ DEFAULT_MIN_BYTES = 1 << 20
 # Over NVLink a sum of 2 MiB of bf16 in one kernel is 1.2 times as fast as NCCL's, but has kernels beside it that keep
 # the scales; one of 8 MiB is 1.4 times as fast. In several kernels one of 32 MiB is as fast, one of 128 MiB 1.2 times.
 NVLINK_MIN_BYTES, SEPARATE_MIN_BYTES = 4 << 20, 64 << 20
+# Going in levels costs one or two hops more, some tens of microseconds, in which a link of 400 Gbit/s carries a MiB or
+# two. An estimate: nothing has been measured on several hosts.
+HIERARCHICAL_MIN_BYTES = 1 << 20
 NEVER = 1 << 62
 
 
@@ -208,6 +211,12 @@ def default_min_bytes(codec_name: str, ranks: int, device=None, link: str = "aut
         in_one_kernel = link != "nccl" and nvlink.device_obstacle(device) is None
         return NVLINK_MIN_BYTES if in_one_kernel else SEPARATE_MIN_BYTES
     return NEVER if tuned.min_bytes is None else tuned.min_bytes
+
+
+def hierarchical_min_bytes(device=None) -> int:
+    """The message size from which algorithm="auto" goes in levels where an axis spans hosts; on CPU every one."""
+    device = region_device() if device is None else device
+    return 0 if device.platform == "cpu" else HIERARCHICAL_MIN_BYTES
 
 
 def transport(codec_name: str, ranks: int, nbytes: int) -> tuple[int, str]:

@@ -27,6 +27,18 @@ def collectives(compiled) -> list[tuple[str, str, int]]:
     return sorted(found)
 
 
+def groups(compiled) -> list[tuple[str, str, int, tuple[tuple[int, ...], ...]]]:
+    """`collectives`, each with the groups of devices that exchange it."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    found = []
+    for line in filter(_LINE.match, text.splitlines()):
+        ((opcode, dtype, elements),) = collectives(line)
+        listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line).group(1)
+        members = re.findall(r"\{([\d,]*)\}", listed)
+        found.append((opcode, dtype, elements, tuple(tuple(map(int, m.split(","))) for m in members)))
+    return sorted(found)
+
+
 def counts(compiled) -> dict[str, int]:
     """How often each opcode stands in the program; the body of a loop counts once."""
     return dict(collections.Counter(opcode for opcode, _, _ in collectives(compiled)))

@@ -47,6 +47,8 @@ class Run:
     batch: int = 2
     length: int = 16
     exponents: tuple[int, int] = (UNCALIBRATED, UNCALIBRATED)
+    ranks_per_host: int | None = None
+    between_hosts: str | None = None
 
     @functools.cached_property
     def mesh(self):
@@ -54,7 +56,8 @@ class Run:
 
     @property
     def par(self) -> Parallel:
-        compression = Compression(self.codec, self.codec, min_bytes=0) if self.codec else None
+        hosts = {"ranks_per_host": self.ranks_per_host, "between_hosts": self.between_hosts}
+        compression = Compression(self.codec, self.codec, min_bytes=0, **hosts) if self.codec else None
         plan = Plan({"*": compression}).resolve(decoder.site_names(self.config, self.tp))
         return Parallel(
             plan=plan, sequence_parallel=self.sequence_parallel, remat=self.remat, dtype=self.dtype,

@@ -123,3 +123,22 @@ def check_values(ours, theirs, block: int) -> None:
     assert (error <= sums * largest).all(), error.max()
     if digits < 20 and a.size >= 1000:
         assert (~same).mean() < 0.05
+
+
+def check_wide_sum(codec: Codec, geometry, dtype: str, **options) -> None:
+    """A sum in float32 of 16-bit values, which kernels round nowhere before it, against jnp's."""
+    from pallas_kernels import mosaic
+
+    x = values(geometry.elements, "mixed", codec.block, dtype)
+    _, wires = reference(codec, geometry, dtype, "decode", x)
+
+    @jax.jit
+    def ours(wires, x):
+        fmt = backend.to_format(codec, encodes=False)
+        return mosaic.reduce_decode(fmt, geometry, wires, x, jnp.int32(1), dtype=jnp.dtype("float32"), **options)
+
+    theirs = jax.jit(lambda w, x: backend.reduce_decode(codec, geometry, w, x, 1, dtype="float32", backend="jnp"))
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = np.asarray(theirs(wires, x))
+    assert expected.dtype == np.float32
+    check_values(np.asarray(ours(wires, x)), expected, codec.block)

@@ -9,6 +9,8 @@ from pallas_kernels.formats import ELEMENTS
 from taco_jax import CODECS
 
 OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
+# A sum wider than its terms, as between the levels of a sum over several hosts.
+WIDE = "reduce_decode in float32"
 DTYPES = ("bfloat16", "float16", "float32")
 PRESETS = tuple(name for name, codec in CODECS.items() if not codec.exact and codec.scale != "paper")
 FIELDS = dict(
@@ -35,6 +37,7 @@ def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages:
         "encode": lambda x, w, r, e, s: mosaic.encode(fmt, geometry, x, e, s),
         "reduce_encode": lambda x, w, r, e, s: mosaic.reduce_encode(fmt, geometry, w, x, r, e, s),
         "reduce_decode": lambda x, w, r, e, s: mosaic.reduce_decode(fmt, geometry, w, x, r, e),
+        WIDE: lambda x, w, r, e, s: mosaic.reduce_decode(fmt, geometry, w, x, r, e, jnp.float32),
         "sum_decode": lambda x, w, r, e, s: mosaic.sum_decode(fmt, w, n, dtype, e),
         "decode": lambda x, w, r, e, s: mosaic.decode(fmt, geometry, w, dtype, e),
     }[operation]

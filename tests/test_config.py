@@ -183,7 +183,16 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             "data_parallel.parameters='int8h': without data_parallel.zero1 no weights are sent; set ",
         ),
         ({"data_parallel.bucket_mb": 0.0}, "data_parallel.bucket_mb=0.0: must be above 0"),
-        ({"data_parallel.devices_per_host": 0}, "data_parallel.devices_per_host=0: must be at least 1, or None"),
+        ({"compression.between_hosts": "int4"}, "compression.between_hosts='int4': no such codec preset; did you mean"),
+        (
+            {"compression.between_hosts": "none"},
+            "compression.between_hosts='none': must be a codec that compresses, such as 'int4h', or None",
+        ),
+        (
+            {"compression.between_hosts": "int4h", "compression.algorithm": "two_shot"},
+            "compression.between_hosts='int4h': algorithm='two_shot' sends everything in one codec; use 'auto' or",
+        ),
+        ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (

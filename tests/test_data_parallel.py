@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from model_helpers import compare_replicas
 
 from taco_jax import sites
-from taco_jax.config import DataParallelConfig, TrainConfig
+from taco_jax.config import DataParallelConfig, MeshConfig, TrainConfig
 from taco_jax.data_parallel import DataParallel
 
 # No dim of the norms divides; ranks along tp have parts of the others.
@@ -29,8 +29,9 @@ SPECS = {
 IS_SHAPE = lambda node: isinstance(node, tuple)
 
 
-def over(dp=4, tp=2, compute_dtype="float32", **settings) -> DataParallel:
-    config = TrainConfig(data_parallel=DataParallelConfig(**settings), compute_dtype=compute_dtype)
+def over(dp=4, tp=2, compute_dtype="float32", devices_per_host=None, **settings) -> DataParallel:
+    mesh = MeshConfig(devices_per_host=devices_per_host)
+    config = TrainConfig(mesh=mesh, data_parallel=DataParallelConfig(**settings), compute_dtype=compute_dtype)
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=IS_SHAPE)
     return DataParallel(config, make_mesh(dp=dp, tp=tp), SPECS, shapes)
 
@@ -210,5 +211,5 @@ def test_settings_of_codecs():
     ]  # fmt: skip
     assert over(zero1=True, parameters="bfloat16").codecs == over().codecs == []
     assert dataclasses.asdict(DataParallelConfig()) == {
-        "gradients": "none", "zero1": False, "parameters": "none", "bucket_mb": 256.0, "devices_per_host": None,
+        "gradients": "none", "zero1": False, "parameters": "none", "bucket_mb": 256.0,
     }  # fmt: skip

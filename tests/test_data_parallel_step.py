@@ -51,9 +51,10 @@ SLOW = pytest.mark.slow
 
 def on(dp=1, tp=1, config=CONFIG, optimizer=None, **data_parallel):
     changes = {"accumulation": data_parallel.pop("accumulation", config.accumulation)}
+    hosts = data_parallel.pop("devices_per_host", None)
     return dataclasses.replace(
         config,
-        mesh=MeshConfig(dp=dp, tp=tp),
+        mesh=MeshConfig(dp=dp, tp=tp, devices_per_host=hosts),
         optimizer=optimizer or config.optimizer,
         data_parallel=DataParallelConfig(**data_parallel),
         **changes,

@@ -13,6 +13,7 @@ from helpers import REPOSITORY
 from test_rendezvous import free_port
 
 from taco_jax.cli import load
+from taco_jax.config import MeshConfig
 from taco_jax.metrics import read_records
 from taco_jax.train import train
 
@@ -22,8 +23,8 @@ from taco_jax.models.config import ModelConfig
 
 config = TrainConfig(
     model=ModelConfig(d_model={width}, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=8, d_mlp=64),
-    mesh=MeshConfig(dp={dp}, tp={tp}),
-    compression=CompressionConfig(forward="{codec}", backward="{codec}", min_bytes=0),
+    mesh=MeshConfig(dp={dp}, tp={tp}, devices_per_host={hosts}),
+    compression=CompressionConfig(forward="{codec}", backward="{codec}", min_bytes=0, between_hosts={between!r}),
     data=DataConfig(sequence_length=32),
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
     checkpoint=CheckpointConfig(every={every}),
@@ -88,7 +89,7 @@ def start(tmp_path):
 
     def make(*flags, config=None, **options):
         if config is not None:
-            values = {"width": 16, "dp": 2, "tp": 4, "codec": "none", "every": 1000}
+            values = {"width": 16, "dp": 2, "tp": 4, "codec": "none", "every": 1000, "between": None, "hosts": None}
             (tmp_path / "config.py").write_text(CONFIG.format(**(values | config)))
         started.append(Processes(tmp_path, *flags, **options))
         return started[-1]
@@ -172,18 +173,24 @@ def test_a_host_that_falls_silent_is_named(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 4), (1, 8), (8, 1)])
 def test_compressed_run_resumed_on_one_and_on_two_processes(start, tmp_path, monkeypatch, mesh):
-    """Messages between the processes are compressed where tp spans them (1, 8)."""
+    """Messages between the processes are compressed where tp spans them (1, 8), and go in levels there: each process
+    is taken for a host (to JAX both are on one machine), in one process the same four devices are."""
     dp, tp = mesh
-    config = {"width": 32, "dp": dp, "tp": tp, "codec": "taco", "every": 2}
+    config = {"width": 32, "dp": dp, "tp": tp, "codec": "taco", "every": 2, "between": "int6h", "hosts": 4}
     run = start("--stop-after", "4", config=config)
     assert run.codes() == [0, 0], run.output(0)[-3000:]
-    train_here(tmp_path, monkeypatch, workdir="here", stop_after=8)
+    record = train_here(tmp_path, monkeypatch, workdir="here", stop_after=8)
+    assert record["comm_bytes"] == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["comm_bytes"]
     subprocess.run(["cp", "-r", "run", "copy"], cwd=tmp_path, check=True)
     train_here(tmp_path, monkeypatch, workdir="copy", stop_after=8)
     run = start("--stop-after", "8")
     assert run.codes() == [0, 0] and "resumed from step 4" in run.output(0), run.output(0)[-3000:]
     here = losses(tmp_path / "here")
     assert list(here) == list(range(1, 9))
+    if tp == 8:  # a flat sum has other bytes, and another curve
+        flat = train_here(tmp_path, monkeypatch, workdir="flat", stop_after=8, mesh=MeshConfig(tp=8))
+        assert flat["comm_bytes"] > record["comm_bytes"]
+        assert losses(tmp_path / "flat") != pytest.approx(here, rel=1e-4)
     assert losses(tmp_path / "run") == pytest.approx(here, rel=1e-4)
     assert losses(tmp_path / "copy") == pytest.approx(here, rel=1e-4)
     validated = [
@@ -221,7 +228,9 @@ def test_settings_reach_the_config_file(start, tmp_path):
     """What only says how a run is started may change from one resume to the next without a remark."""
     from taco_jax.workdir import open_workdir
 
-    (tmp_path / "config.py").write_text(CONFIG.format(width=16, dp=2, tp=4, codec="none", every=9))
+    (tmp_path / "config.py").write_text(
+        CONFIG.format(width=16, dp=2, tp=4, codec="none", every=9, between=None, hosts=None)
+    )
     import dataclasses
 
     config = dataclasses.replace(load(tmp_path / "config.py"), workdir=str(tmp_path / "run"))

@@ -136,8 +136,9 @@ def test_chains_that_make_messages_too_small_are_named():
     assert "cuts" not in text(1, 10_000) and "cuts" not in text(2, 8_192) and "cuts" not in text(2, 20_000)
 
 
-def data_parallel(dp=4, **settings):
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=dp), data_parallel=DataParallelConfig(**settings))
+def data_parallel(dp=4, devices_per_host=None, **settings):
+    mesh = MeshConfig(dp=dp, devices_per_host=devices_per_host)
+    config = dataclasses.replace(CONFIG, mesh=mesh, data_parallel=DataParallelConfig(**settings))
     p = step.build(config, make_mesh(dp))
     return p, "\n".join(estimate._data_parallel_text(p)).splitlines()
 
@@ -151,7 +152,7 @@ def test_what_data_parallel_ranks_send_and_hold():
     ]
     assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [
         "  gradients: int8h over 2 ranks (dp_in), then int4h over 2 ranks (dp_out), float32 sums",
-        "  sdp4: 2 hosts of 2 ranks (devices_per_host=2)",
+        "  sdp4: 2 hosts of 2 ranks (mesh.devices_per_host=2)",
         "  optimiser state: in 4 shares, float32 master weights too",
         "  parameters: whole on every rank in bfloat16, changes sent in int6h",
     ]
@@ -160,7 +161,45 @@ def test_what_data_parallel_ranks_send_and_hold():
         assert lines[2] == "  sdp4: one host, so only the level inside (as JAX says)"
         assert lines[-1] == f"  parameters: whole on every rank in {dtype}, sent in {dtype}"
     lines = data_parallel(gradients="sdp4", devices_per_host=1)[1]
-    assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (devices_per_host=1)"
+    assert lines[2] == "  sdp4: 4 hosts of 1 ranks, so only the level between hosts (mesh.devices_per_host=1)"
+
+
+def test_levels_of_tensor_parallelism_are_listed():
+    def text(tp, hosts, **compression):
+        mesh = MeshConfig(tp=tp, devices_per_host=hosts)
+        compression = CompressionConfig("taco", "int8h", **compression)
+        p = step.build(dataclasses.replace(CONFIG, mesh=mesh, compression=compression), make_mesh(tp=tp))
+        estimate.trace(p)
+        return p, "\n".join(estimate._hosts_text(p)), estimate._site_text(p)
+
+    p, hosts, sites = text(4, 2, between_hosts="int4h")
+    assert hosts.splitlines() == [
+        "tensor parallelism (tp 4)",
+        "  2 hosts of 2 ranks (mesh.devices_per_host=2)",
+        "  messages: hierarchical, all: inside a host, between hosts and inside again, 1/2 as much between hosts",
+    ]
+    rows = [row for row in p.table.rows() if row.levels]
+    for row in rows:
+        name = rf"{row.site} +{row.direction} +psum +tp +{row.codec}"
+        inside, between = (f"{row.bytes_of(level) / 1e6:.3f}" for level in ("inside", "between"))
+        lines = rf"    inside a host, 2 ranks +{row.codec} +\d+ +{inside}\n    between 2 hosts +int4h +\d+ +{between}\n"
+        assert re.search(rf"^  {name} .*\n{lines}", sites, re.M), (name, sites)
+    inside, between = (sum(row.bytes_of(level) for row in rows) / 1e6 for level in ("inside", "between"))
+    assert f"  of it in levels: {inside:.3f} MB inside hosts, {between:.3f} MB between hosts\n" in sites
+    assert rows and inside + between == pytest.approx(p.table.total()[0] / 1e6)
+
+    lines = lambda *args, **compression: text(*args, **compression)[1].splitlines()
+    assert lines(4, None) == []
+    assert lines(4, 2, algorithm="two_shot")[2].startswith(
+        "  messages: flat, as configured; algorithm=hierarchical sends"
+    )
+    assert lines(4, None, algorithm="hierarchical")[1:] == [
+        "  one host (as JAX says)", "  messages: flat: algorithm=hierarchical has levels only where tp spans hosts",
+    ]  # fmt: skip
+    assert lines(4, 1, between_hosts="int4h")[1:] == [
+        "  4 hosts of 1 ranks (mesh.devices_per_host=1)",
+        "  messages: flat, in int4h (compression.between_hosts): no host has two ranks of tp",
+    ]
 
 
 def test_bytes_over_dp_are_listed():

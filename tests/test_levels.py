@@ -1,4 +1,4 @@
-"""The levels of sdp4: which ranks share a host."""
+"""Which ranks share a host, and the levels of sdp4."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import pytest
 from helpers import make_mesh
 
 from taco_jax import levels
+from taco_jax.collectives import hosts
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,22 @@ from taco_jax import levels
      (6, 1, 3, 3), (6, 1, 4, 2), (6, 1, 5, 1)],
 )  # fmt: skip
 def test_ranks_of_a_host(dp, tp, devices_per_host, ranks):
-    assert levels.ranks_per_host(make_mesh(dp=dp, tp=tp), devices_per_host) == ranks
+    assert hosts.ranks_per_host(make_mesh(dp=dp, tp=tp), "dp", devices_per_host) == ranks
+
+
+@pytest.mark.parametrize(
+    "dp, tp, devices_per_host, axis, ranks",
+    [(1, 8, 4, "tp", 4), (2, 4, 4, "tp", 4), (2, 4, 2, "tp", 2), (4, 2, 1, "tp", 1), (1, 8, 3, "tp", 1),
+     (2, 4, 4, ("dp", "tp"), 4), (2, 4, 4, ("tp", "dp"), 1), (4, 2, 4, ("dp", "tp"), 4), (2, 4, 8, ("dp", "tp"), 8)],
+)  # fmt: skip
+def test_ranks_of_a_host_along_any_axis(dp, tp, devices_per_host, axis, ranks):
+    assert hosts.ranks_per_host(make_mesh(dp=dp, tp=tp), axis, devices_per_host) == ranks
+
+
+def test_groups():
+    assert hosts.inside(4).of(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert hosts.between(8, 4).of(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert hosts.between(6, 2).of(6) == [[0, 2, 4], [1, 3, 5]]
 
 
 @dataclasses.dataclass
@@ -28,11 +44,12 @@ class Device:
 @dataclasses.dataclass
 class FakeMesh:
     devices: np.ndarray
+    axis_names: tuple = ("dp", "pp", "tp")
 
 
 def test_what_jax_says_of_hosts():
-    assert levels.ranks_per_host(make_mesh(dp=8)) == 8
-    of = lambda devices: levels.ranks_per_host(FakeMesh(np.array(devices, object).reshape(8, 1, 1)))
+    assert hosts.ranks_per_host(make_mesh(dp=8), "dp") == 8
+    of = lambda devices: hosts.ranks_per_host(FakeMesh(np.array(devices, object).reshape(8, 1, 1)), "dp")
     assert of([Device(i // 4) for i in range(8)]) == 4
     # One process a GPU: the machine counts, not the process.
     assert of([Device(i, i // 2) for i in range(8)]) == 2

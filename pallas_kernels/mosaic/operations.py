@@ -78,21 +78,22 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, _largest(maxima, tile)))
 
 
-def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, *, interpret=None):
-    """P wires and rank's own chunk of x -> the sum, x's dtype[n]."""
-    check_operands(fmt, geometry, x_S, wires, rank=rank)
+def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, dtype=None, *, interpret=None):
+    """P wires and rank's own chunk of x -> the sum dtype[n]; dtype: x's by default."""
+    check_operands(fmt, geometry, x_S, wires, rank=rank, dtype=dtype)
+    dtype = x_S.dtype if dtype is None else dtype
     if geometry.messages == 1:
-        return ragged.messages_of(geometry, x_S, geometry.per_message).reshape(-1)
+        return ragged.messages_of(geometry, x_S, geometry.per_message).reshape(-1).astype(dtype)
     if not ragged.tiles_fit(fmt, geometry) or ragged.tail(fmt, geometry) is not None:
         larger = ragged.padded(fmt, geometry)
         wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
         x_S = ragged.messages_of(geometry, x_S, larger.per_message).reshape(-1)
-        y = reduce_decode(fmt, larger, wires, x_S, rank, exponent, interpret=interpret)
+        y = reduce_decode(fmt, larger, wires, x_S, rank, exponent, dtype, interpret=interpret)
         return y[: geometry.per_message]
     tiling = Tiling(fmt, geometry, interpret)
     rank = jnp.asarray(rank, jnp.int32)[None]
     x_RC = ragged.rows_of(fmt, x_S)
-    return _reduce_tiles(tiling, wires, x_RC, rank, _exponents(tiling, exponent), None, x_S.dtype).reshape(-1)
+    return _reduce_tiles(tiling, wires, x_RC, rank, _exponents(tiling, exponent), None, dtype).reshape(-1)
 
 
 def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=None):

@@ -38,9 +38,11 @@ def reduce_encode(
     return call.encode(1, x, wires, _scalar(rank), seed)
 
 
-def reduce_decode(fmt: Format, geometry: Geometry, wires, x, rank, exponent=None) -> jax.Array:
-    """P wires and rank's own chunk of x -> the sum, x's dtype[n]."""
-    check_operands(fmt, geometry, x, wires, rank=rank)
+def reduce_decode(fmt: Format, geometry: Geometry, wires, x, rank, exponent=None, dtype=None) -> jax.Array:
+    """P wires and rank's own chunk of x -> the sum dtype[n]; dtype: x's by default."""
+    check_operands(fmt, geometry, x, wires, rank=rank, dtype=dtype)
+    if dtype is not None:
+        x = x.astype(dtype)
     call = _Call(fmt, "reduce", geometry, x.dtype, exponent, ranks=wires.shape[0], own=True)
     return call.decode(1, geometry.per_message, x.dtype, x, wires, _scalar(rank))
 

@@ -12,6 +12,13 @@ Common arguments (besides those of the jax.lax function of the same name):
     with scale="site" and no calibrated exponent each piece has a scale of its own. Default 1; None: as tuned.
   exchange: all_to_all, ring (P-1 permutations), or auto (as tuned, else all_to_all), where a message starts by sending
     another wire to every rank (two-shot, psum_scatter, all_to_all); the values are the same.
+  algorithm (where values are added or gathered): hierarchical goes in levels, inside hosts, between and inside again
+    (`hierarchical.py`); two_shot and one_shot do not; auto does where the axis spans several hosts and the message is
+    large (on CPU always), and is flat elsewhere.
+  ranks_per_host: consecutive ranks of the axis that share a host. Default None: as JAX says of `jax.devices()`, if the
+    mesh is of all of them in their own order, else all ranks (a region's mesh does not know its devices). One host, or
+    one rank on each: flat, in the latter case in the codec between hosts.
+  between_hosts: codec of what a hierarchical message sends between hosts. Default None: the message's own.
   key: for stochastic rounding; a new one for each call.
 Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
 and shape. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
@@ -38,12 +45,13 @@ from taco_jax.plan import as_integer
 DIRECTIONS = ("forward", "backward")
 
 
-def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto", min_bytes=0,
-         backend="auto", chunks=1, exchange="auto", axis_index_groups=None, key=None, site="psum"):  # fmt: skip
+def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", ranks_per_host=None,
+         between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto",
+         axis_index_groups=None, key=None, site="psum"):  # fmt: skip
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
-    algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages) or auto (one_shot for two
-      ranks).
+    algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages), hierarchical (three or four
+      hops, 1/ranks_per_host as much between hosts) or auto (of several hosts hierarchical; one_shot for two ranks).
     Backward: the cotangent passes unchanged (it is the same on every rank).
     """
 
@@ -53,13 +61,14 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
         return _call("psum", x, site, options)
 
     options = check_options("psum", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
+                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     return _map(one, x, site)
 
 
 def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0,
-                 axis_index_groups=None, tiled=False, link="auto", min_bytes=0, backend="auto", chunks=1,
-                 exchange="auto", key=None, site="psum_scatter"):  # fmt: skip
+                 axis_index_groups=None, tiled=False, algorithm="auto", ranks_per_host=None, between_hosts=None,
+                 link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
+                 site="psum_scatter"):  # fmt: skip
     """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised.
 
     Backward: a compressed all_gather.
@@ -74,13 +83,13 @@ def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=N
         return _call("psum_scatter", x, site, options, **own)
 
     options = check_options("psum_scatter", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange)  # fmt: skip
+                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     return _map(one, x, site)
 
 
 def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0,
-               tiled=False, to="varying", link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
-               site="all_gather"):  # fmt: skip
+               tiled=False, to="varying", algorithm="auto", ranks_per_host=None, between_hosts=None, link="auto",
+               min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None, site="all_gather"):  # fmt: skip
     """All ranks' x, stacked (or tiled: concatenated) along dim `axis`; the own shard is quantised like the others.
 
     to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts
@@ -99,7 +108,7 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r}: must be 'varying' or 'invarying'")
     options = check_options("all_gather", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange)  # fmt: skip
+                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     return _map(one, x, site)
 
 
@@ -143,8 +152,9 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     return _map(one, x, site)
 
 
-def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", link="auto",
-         min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None, site="copy"):  # fmt: skip
+def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", ranks_per_host=None,
+         between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
+         site="copy"):  # fmt: skip
     """Identity forward (invarying -> varying), compressed psum of the cotangent backward: Megatron's f.
 
     The mirror of `psum`. `codec` is unused (there is no forward message) and there so that all collectives take the
@@ -157,13 +167,13 @@ def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
         return _call("copy", x, site, options)
 
     options = check_options("copy", axis_name, codec, backward_codec, scales, key, None, link,
-                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
+                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     return _map(one, x, site)
 
 
 def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=None, scales=None, algorithm="auto",
-               link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", calls=1,
-               site="psum") -> UnderWay:  # fmt: skip
+               ranks_per_host=None, between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1,
+               exchange="auto", calls=1, site="psum") -> UnderWay:  # fmt: skip
     """The message of `psum` (direction "forward") or of `copy` ("backward") under way, for the caller to time its hops.
 
     It has no derivative, and raises NotImplementedError if a compressed one is asked for: this is for those who write
@@ -174,7 +184,7 @@ def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=
       ValueError: a direction that is neither.
     """
     options = check_options("start_psum", axis_name, codec, backward_codec, scales, None, None, link,
-                            min_bytes, backend, chunks, exchange, algorithm)  # fmt: skip
+                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     if direction not in DIRECTIONS:
         raise ValueError(f"start_psum: direction={direction!r}: must be one of {', '.join(DIRECTIONS)}")
     which, x = DIRECTIONS.index(direction), jnp.asarray(x)

@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax import sites
-from taco_jax.collectives import move, nvlink, one_shot, two_shot
+from taco_jax.collectives import hierarchical, move, nvlink, one_shot, two_shot
 from taco_jax.collectives.hops import UnderWay
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.region import permute, to_varying
@@ -150,7 +150,12 @@ def all_reduce(message: Message, x, exponent, key) -> UnderWay:
     """The sum of x over the ranks (measure None where it is exact), its first hop started."""
     if message.codec.exact or message.ranks == 1:
         return UnderWay(_exact_psum(message, x), 1)
-    kind = nvlink if nvlink.takes(message, "all_reduce", x) else one_shot if message.in_one_shot else two_shot
+    if nvlink.takes(message, "all_reduce", x):
+        kind = nvlink
+    elif message.local:
+        return UnderWay(hierarchical.all_reduce(message, x, exponent, key), hierarchical.hops(message))
+    else:
+        kind = one_shot if message.in_one_shot else two_shot
     return UnderWay(kind.all_reduce(message, x, exponent, key), kind.HOPS)
 
 
@@ -168,7 +173,8 @@ def _psum_scatter(op, message, x, exponent, key):
         _record_exact("psum_scatter", message, x, x.size)
         return lax.psum_scatter(x, message.axis, scatter_dimension=dim, tiled=op.tiled), None
     x_PN, shape = _split(x, dim, message.ranks, op.tiled)
-    kind = nvlink if nvlink.takes(message, "reduce_scatter", x_PN) else two_shot
+    takes = nvlink.takes(message, "reduce_scatter", x_PN)
+    kind = nvlink if takes else hierarchical if message.local else two_shot
     y, measure = kind.reduce_scatter(message, x_PN, exponent, key)
     return y.reshape(shape), measure
 
@@ -179,7 +185,8 @@ def _all_gather(op, message, x, exponent, key):
         _record_exact("all_gather", message, x, message.ranks * x.size)
         x = to_varying(x, message.axis)
         return lax.all_gather(x, message.axis, axis=dim, tiled=op.tiled, to=op.to), None
-    separate = lambda x, exponent: move.all_gather(message, x, exponent, key, op.to)
+    kind = hierarchical if message.local else move
+    separate = lambda x, exponent: kind.all_gather(message, x, exponent, key, op.to)
     if nvlink.takes(message, "all_gather", x):
         y, measure = nvlink.all_gather(message, x, exponent, key, op.to, separate)
     else:

@@ -50,8 +50,8 @@ def send_chunks(message: Message, chunks, x_S: jax.Array, exponent, key, send) -
 
 
 def gather(message: Message, wire: jax.Array, to: str) -> tuple[jax.Array, Hops]:
-    """(every rank's wire uint8[P, W], what was sent)."""
-    gathered = lax.all_gather(wire, message.axis, to=to)
+    """(every rank's wire uint8[P, W], what was sent). Among groups of the axis the result can only be typed varying."""
+    gathered = lax.all_gather(wire, message.axis, axis_index_groups=message.groups, to=to)
     return gathered, [("all-gather", gathered.size)]
 
 
@@ -59,12 +59,15 @@ def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:
     """(received uint8[P, W], what was sent)."""
     p, w = wires_PW.shape
     if message.exchange == "all_to_all":
-        return lax.all_to_all(wires_PW, message.axis, 0, 0, tiled=True), [("all-to-all", p * w)]
-    rank = lax.axis_index(message.axis)
+        groups = message.groups
+        return lax.all_to_all(wires_PW, message.axis, 0, 0, axis_index_groups=groups, tiled=True), [
+            ("all-to-all", p * w)
+        ]
+    rank, groups = message.rank, message.groups or [range(p)]
     row = lambda r: lax.dynamic_index_in_dim(wires_PW, r, keepdims=False)
     received = [row(rank)]
     for step in range(1, p):
-        perm = [(r, (r + step) % p) for r in range(p)]
+        perm = [(group[i], group[(i + step) % p]) for group in groups for i in range(p)]
         received.append(permute(row((rank + step) % p), message.axis, perm))
     # What arrived in step s came from rank - s.
     steps = (rank - jnp.arange(p)) % p

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -10,8 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import sites
+from taco_jax.block_scale import UNCALIBRATED
 from taco_jax.codec import Codec
+from taco_jax.collectives import hosts
 from taco_jax.collectives.region import AxisName, to_varying
+from taco_jax.elements import ELEMENTS
 
 Hops = list[tuple[str, int]]  # (HLO opcode, uint8 elements of its output on one device)
 
@@ -31,6 +35,9 @@ class Message:
 
     with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
     backend, chunks, exchange, link: arguments of the collectives (`api.py`).
+    local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
+      codec between hosts.
+    group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
     """
 
     axis: AxisName
@@ -42,31 +49,84 @@ class Message:
     chunks: int = 1
     exchange: str = "all_to_all"
     link: str = "auto"
+    local: int = 0
+    between: Codec | None = None
+    group: hosts.Group | None = None
 
     @property
     def ranks(self) -> int:
-        return lax.axis_size(self.axis)
+        """How many ranks exchange the message."""
+        return lax.axis_size(self.axis) if self.group is None else self.group.size
+
+    @property
+    def rank(self) -> jax.Array:
+        """This rank's place among them."""
+        rank = lax.axis_index(self.axis)
+        return rank if self.group is None else rank // self.group.stride % self.group.size
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """`axis_index_groups` of its collectives."""
+        return None if self.group is None else self.group.of(lax.axis_size(self.axis))
+
+    def level(self, name: str) -> Message:
+        """The "inside" or "between" level of a hierarchical message, as a message of its own."""
+        ranks = lax.axis_size(self.axis)
+        if name == "inside":
+            codec, group = self.codec, hosts.inside(self.local)
+        else:
+            codec, group = self.between, hosts.between(ranks, self.local)
+        return dataclasses.replace(self, codec=codec, group=group, local=0, between=None, algorithm="auto")
 
     @property
     def in_one_shot(self) -> bool:
         """Whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
         return self.algorithm == "one_shot" or (self.algorithm == "auto" and self.ranks == 2)
 
-    def key(self, key: jax.Array | None, hop: int, chunk: int = 0) -> jax.Array | None:
-        """A key of its own for every hop, direction, chunk and rank: equal noise would not average out."""
+    def key(self, key: jax.Array | None, hop: int, chunk: int = 0, rank=None) -> jax.Array | None:
+        """A key of its own for every hop, direction, chunk and rank: equal noise would not average out.
+
+        rank: whose noise it is; None: this rank's own, of the whole axis.
+        """
         if key is None or self.codec.rounding == "nearest":
             return None
         key = jax.random.fold_in(key, 4 * chunk + 2 * hop + (self.label.direction == "backward"))
-        return jax.random.fold_in(to_varying(key, self.axis), lax.axis_index(self.axis))
+        return jax.random.fold_in(to_varying(key, self.axis), lax.axis_index(self.axis) if rank is None else rank)
 
-    def record(self, op: str, elements: int, dtype, hops: Hops) -> None:
-        """Lists the message and its hops in the site table."""
-        p = self.ranks
-        sent = sum(size * {"collective-permute": 1.0}.get(opcode, (p - 1) / p) for opcode, size in hops)
+    def record(self, op: str, elements: int, dtype, hops: Hops, between: Hops = ()) -> None:
+        """Lists the message and its hops in the site table; of a hierarchical one `hops` are those inside hosts."""
+        all_hops, levels = [*hops, *between], ()
+        if self.local:
+            of_levels = ((name, self.level(name), some) for name, some in (("inside", hops), ("between", between)))
+            levels = tuple(sites.Level(n, m.ranks, m.codec.name, _sent(some, m.ranks)) for n, m, some in of_levels)
+        sent = sum(level.bytes for level in levels) if levels else _sent(hops, self.ranks)
         sites.add(
-            self.label.site, self.label.direction, op, self.axis, p, elements, dtype,
-            codec=self.codec.name, calls=self.label.calls, sent=sent, hlo=tuple((o, "uint8", n) for o, n in hops),
+            self.label.site, self.label.direction, op, self.axis, self.ranks, elements, dtype, levels=levels,
+            codec=self.codec.name, calls=self.label.calls, sent=sent, hlo=tuple((o, "uint8", n) for o, n in all_hops),
         )  # fmt: skip
+
+
+def _sent(hops: Hops, ranks: int) -> float:
+    """Bytes that leave a device in hops among so many ranks."""
+    return sum(size * {"collective-permute": 1.0}.get(opcode, (ranks - 1) / ranks) for opcode, size in hops)
+
+
+def in_units_of(own: Codec, other: Codec, measure: jax.Array) -> jax.Array:
+    """A measure of messages in codec `other` as one of `own`: a scale is a block's maximum / Qmax."""
+    if (ratio := _ratio(own, other)) == 1:
+        return measure
+    return jnp.concatenate([measure[:1] / ratio, measure[1:]]) if measure.size > 1 else measure / ratio
+
+
+def exponent_of(own: Codec, other: Codec, exponent):
+    """The exponent of codec `own`'s site scale for a message in codec `other`, whose scales are so much larger."""
+    if exponent is None or (ratio := _ratio(own, other)) == 1:
+        return exponent
+    return jnp.where(exponent == UNCALIBRATED, exponent, exponent + math.ceil(math.log2(ratio)))
+
+
+def _ratio(own: Codec, other: Codec) -> float:
+    return ELEMENTS[own.element].maximum / ELEMENTS[other.element].maximum
 
 
 def merge(measures: Sequence[jax.Array]) -> jax.Array:

@@ -60,6 +60,8 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
         return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
     if message.link == "auto" and (reason := hardware.missing(device.device_kind)) is not None:
         return reason
+    if message.local:
+        return "it goes in levels, inside hosts and between, and NVLink kernels are for one host"
     if len(axis_tuple(message.axis)) != 1:
         return f"it goes over the axes {message.axis}, and NVLink kernels over one"
     if message.codec.scale == "paper":

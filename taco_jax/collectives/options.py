@@ -11,9 +11,10 @@ from jax import lax
 
 from taco_jax import tuned
 from taco_jax.codec import Codec, as_codec
+from taco_jax.collectives import hosts
 from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.region import AxisName, check_axis, check_region
-from taco_jax.plan import check_transport
+from taco_jax.plan import check_levels, check_transport
 from taco_jax.scales import STATS_WIDTH, SiteScales
 
 
@@ -31,6 +32,9 @@ class Options:
     exchange: str
     link: str
     key: jax.Array | None
+    # Ranks of a host where messages may go in levels, else 0; the codec between hosts.
+    local: int = 0
+    between: Codec | None = None
 
     def message(self, codec: Codec, nbytes: int, label: Label) -> Message:
         """The message of one direction, with what is left to the tuned values decided for its size."""
@@ -47,13 +51,26 @@ class Options:
             exchange = measured[1] if exchange == "auto" else exchange
         slot = self.scales.slot
         with_stats = slot is not None and slot.shape[-1] == STATS_WIDTH
-        return Message(self.axis, codec, self.algorithm, with_stats, label, self.backend, chunks or 1, exchange,
-                       self.link)  # fmt: skip
+        if self.local == 1 < ranks and self.between is not None and not codec.exact:
+            codec = self.between
+        algorithm, local, between = self._levels(codec, ranks, nbytes)
+        return Message(self.axis, codec, algorithm, with_stats, label, self.backend, chunks or 1, exchange, self.link,
+                       local, between)  # fmt: skip
+
+    def _levels(self, codec: Codec, ranks: int, nbytes: int) -> tuple[str, int, Codec | None]:
+        """(algorithm, ranks of a host or 0, codec between hosts) of one direction's message."""
+        small = self.algorithm == "auto" and nbytes < tuned.hierarchical_min_bytes()
+        if codec.exact or small or self.local in (0, 1, ranks):
+            return "auto" if self.algorithm == "hierarchical" else self.algorithm, 0, None
+        return "hierarchical", self.local, self.between or codec
 
 
 def check_options(entry, axis, codec, backward_codec, scales, key, groups, link, min_bytes, backend, chunks, exchange,
-                  algorithm="auto") -> Options:  # fmt: skip
-    """The options of a call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value."""
+                  algorithm=None, ranks_per_host=None, between_hosts=None) -> Options:  # fmt: skip
+    """The options of a call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value.
+
+    algorithm: None for an operation that knows only one.
+    """
     if groups is not None:
         raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
     check_axis(axis, entry)
@@ -62,13 +79,29 @@ def check_options(entry, axis, codec, backward_codec, scales, key, groups, link,
             raise TypeError(f"{entry}: {name}={c!r} must be a preset name or a Codec")
     try:
         codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec, "backward_codec")
-        chunks, min_bytes = check_transport(algorithm, link, backend, exchange, chunks, min_bytes)
+        chunks, min_bytes = check_transport(algorithm or "auto", link, backend, exchange, chunks, min_bytes)
+        local, between = check_levels(algorithm, ranks_per_host, between_hosts)
         key = _typed_key(key)
         _check_scales(scales)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{entry}: {error}") from None
     check_region(axis, entry)
-    return Options(axis, codecs, scales or SiteScales(), algorithm, min_bytes, backend, chunks, exchange, link, key)
+    local = _local(entry, axis, local) if algorithm in ("auto", "hierarchical") else 0
+    return Options(axis, codecs, scales or SiteScales(), algorithm or "auto", min_bytes, backend, chunks, exchange,
+                   link, key, local, between)  # fmt: skip
+
+
+def _local(entry: str, axis: AxisName, ranks_per_host: int | None) -> int:
+    """Ranks of the axis on a host. Raises ValueError where hosts would not have equally many."""
+    ranks = lax.axis_size(axis)
+    if ranks_per_host is None:
+        return hosts.ranks_per_host_here(axis)
+    if ranks % ranks_per_host:
+        valid = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise ValueError(
+            f"{entry}: ranks_per_host={ranks_per_host}: must divide the {ranks} ranks of axis {axis!r}: {valid}"
+        )
+    return ranks_per_host
 
 
 def _check_scales(scales) -> None:

@@ -42,6 +42,23 @@ def test_psum_is_three_kernels_and_two_collectives(name, dtype):
     assert copies(compiled, LARGE) == []
 
 
+@pytest.mark.parametrize("codec,between", [("taco", None), ("int8h", "int4h")])
+@pytest.mark.parametrize("local", [2, 4])
+def test_levels_are_kernels_and_collectives_of_bytes(codec, between, local):
+    """Two hosts: encode, a sum for each host's shares, encode, the sum of both, encode, decode."""
+    options = {"algorithm": "hierarchical", "ranks_per_host": local, "between_hosts": between}
+    compiled = compile_on_four(lambda x: psum(x, codec, **options), shape(S))
+    if local == 4:  # one host: flat
+        assert kernels(compiled) == 3
+        return
+    assert kernels(compiled) == 7
+    inside, outside = 4 * CODECS[codec].wire_bytes(S // 4), 2 * CODECS[between or codec].wire_bytes(S // 2)
+    wanted = [("all-gather", "u8", inside), ("all-gather", "u8", outside), ("all-to-all", "u8", inside)]
+    assert collectives(compiled) == sorted(wanted)
+    # The sums of both shares are put side by side, or not even that.
+    assert len(copies(compiled, LARGE)) <= 3, copies(compiled, LARGE)
+
+
 def rows(x):
     return x.reshape(4, -1)
 

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle, operation_program
 from pairs import pairwise
 
 from pallas_kernels import Format
@@ -74,6 +74,11 @@ def test_presets(case, capfd):
 @pytest.mark.parametrize("size", SIZES[:2])
 def test_presets_in_the_form_that_models_use(name, operation, size, capfd):
     check_preset(name, operation, "bfloat16", "nearest", size, 4, capfd)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_wide_sums(name, capfd):
+    check(to_format(CODECS[name], encodes=False), WIDE, "bfloat16", LARGE, 4, capfd=capfd, most=SOME_BYTES)
 
 
 @pytest.mark.parametrize("case", pairwise(**FIELDS, size=SIZES, ranks=RANKS), ids=lambda case: "-".join(map(str, case)))

@@ -21,6 +21,7 @@ from mosaic_checks import (
     SIZES,
     arguments,
     check_values,
+    check_wide_sum,
     check_wires,
     reference,
     shares,
@@ -134,6 +135,12 @@ def test_chunks(cut, operation):
     geometry = Geometry(*cut)
     x = values(geometry.elements, "mixed", 128, "bfloat16")
     compare(CODECS["int6h"], geometry, "bfloat16", operation, x, rank=geometry.messages - 1)
+
+
+@pytest.mark.parametrize("name,dtype", [("taco", "bfloat16"), ("int8h", "float16"), ("mxfp4", "bfloat16")])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_sum_may_be_wider_than_its_terms(name, dtype, ranks):
+    check_wide_sum(CODECS[name], Geometry(ranks * 16384, ranks, 8192, 8192, 16384), dtype)
 
 
 def test_wires_are_interchangeable():

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mosaic_checks import EXPONENTS, KINDS, SIZES, arguments, check_values, check_wires, reference, shares, values
+from mosaic_checks import (
+    EXPONENTS,
+    KINDS,
+    SIZES,
+    arguments,
+    check_values,
+    check_wide_sum,
+    check_wires,
+    reference,
+    shares,
+    values,
+)
 from mosaic_programs import DTYPES, OPERATIONS, PRESETS
 from pairs import pairwise
 
@@ -245,3 +256,8 @@ def test_the_interpreter_can_be_reset():
         kernel(codec, geometry, "bfloat16", "decode", x, jnp.zeros((1, 1024), jnp.uint8), None, None, 0)
     compat.reset_interpreter()
     compare(codec, geometry, "bfloat16", "encode", x)
+
+
+@pytest.mark.parametrize("name,dtype,cut", [("taco", "bfloat16", "ends in the tail"), ("mxfp4", "float16", "aligned")])
+def test_a_sum_may_be_wider_than_its_terms(name, dtype, cut):
+    check_wide_sum(CODECS[name], Geometry(*CHUNKS[cut]), dtype, interpret=compat.interpret_params())

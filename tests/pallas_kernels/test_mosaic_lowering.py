@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle, operation_program
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle, operation_program
 from pairs import pairwise
 
 import taco_jax
@@ -72,6 +72,13 @@ def test_presets(case):
 @pytest.mark.parametrize("case", pairwise(**FIELDS), ids=lambda case: "-".join(map(str, case)))
 def test_fields(case):
     lower_fields(*case)
+
+
+@pytest.mark.parametrize("ranks,block,rotation", list(itertools.product(*list(SUMS.values())[:3])))
+def test_wide_sums_fit_the_shared_memory_where_wide_terms_do(ranks, block, rotation):
+    fmt = Format("int8", block, rotation, "float32")
+    if obstacle(fmt, "reduce_decode", "float32", 2 * 64 * 256, ranks) is None:
+        assert kernels(lower_operation(fmt, WIDE, "bfloat16", 2 * 64 * 256, ranks)) == 1
 
 
 @pytest.mark.parametrize("ranks,block,rotation,dtype", list(itertools.product(*SUMS.values())))
