@@ -31,6 +31,12 @@ if not GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+# Most of the tests' time would go into LLVM's optimising of small programs that run once or twice. XLA's own passes,
+# and with them the messages that tests read in compiled HLO, are the same without. Tests of the number format take the
+# fixture `optimised`; `.ci/nightly` runs all tests with JAX_DISABLE_MOST_OPTIMIZATIONS=0, as users compile.
+if not GPU:
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 
 def pytest_unconfigure():
     if CACHE is not None:
@@ -42,6 +48,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not GPU:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """For modules whose values may depend on how loops are vectorised: they compile as users do."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, False)
+    jax.clear_caches()  # of operations without jit too
+    yield
+    jax.config.update(name, before)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ BATCH = 8
 # Two ranks exchange: every value is quantised in one block, whichever message it travels in. Blocks of 128 do not
 # cross the 512 values of a sequence.
 EXCHANGE = Run(QWEN2, tp=2, codec="taco", batch=BATCH)
+SLOW = pytest.mark.slow
 
 
 @functools.cache
@@ -28,13 +29,13 @@ def _reference(name):
 @pytest.mark.parametrize(
     "name, tp, dp, sequence_parallel, remat, n",
     [
-        ("qwen2", 1, 1, False, "none", 2),
-        ("qwen2", 2, 1, True, "full", 2),
+        pytest.param("qwen2", 1, 1, False, "none", 2, marks=SLOW),
+        pytest.param("qwen2", 2, 1, True, "full", 2, marks=SLOW),
         ("qwen2", 4, 1, False, "dots", 4),
         ("qwen3", 2, 2, False, "full", 2),
-        ("qwen3", 4, 1, True, "none", 2),
+        pytest.param("qwen3", 4, 1, True, "none", 2, marks=SLOW),
         ("gpt2", 2, 2, True, "dots", 4),
-        ("gpt2", 4, 1, False, "full", 8),
+        pytest.param("gpt2", 4, 1, False, "full", 8, marks=SLOW),
         ("llama", 2, 1, False, "none", 3),
     ],
 )
@@ -48,10 +49,18 @@ def test_gradients_equal_those_of_one_device(name, tp, dp, sequence_parallel, re
     assert_gradients_close(gradients, want, exact=True)
 
 
-@pytest.mark.parametrize("codec, remat", [("taco", "full"), ("int8h", "dots"), ("e4m3", "none")])
-def test_compressed_gradients_and_largest_scales_are_those_of_one_chain(codec, remat):
+@pytest.mark.parametrize(
+    "codec, remat, n",
+    [
+        ("taco", "full", 2),
+        pytest.param("taco", "full", 4, marks=SLOW),
+        pytest.param("int8h", "dots", 4, marks=SLOW),
+        pytest.param("e4m3", "none", 4, marks=SLOW),
+    ],
+)
+def test_compressed_gradients_and_largest_scales_are_those_of_one_chain(codec, remat, n):
     run = dataclasses.replace(EXCHANGE, codec=codec, remat=remat)
-    loss, gradients, amax = dataclasses.replace(run, chains=4).gradients()
+    loss, gradients, amax = dataclasses.replace(run, chains=n).gradients()
     want_loss, want, want_amax = run.gradients()
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     # Another order of a sum may put a value on the other side of a rounding threshold.
@@ -59,7 +68,7 @@ def test_compressed_gradients_and_largest_scales_are_those_of_one_chain(codec, r
     for path, leaf in want.items():
         assert np.linalg.norm(gradients[path] - leaf) <= 1e-3 * whole, path
     for site, slot in want_amax.items():
-        # The largest, not the sum: that would be up to four times as large.
+        # The largest, not the sum: that would be up to n times as large.
         np.testing.assert_allclose(amax[site], slot, rtol=1e-3, err_msg=site)
 
 
@@ -69,7 +78,7 @@ def test_compressed_gradients_in_two_hops(tp, sequence_parallel):
     assert_gradients_close(run.gradients()[1], _reference("gpt2")[1], exact=False)
 
 
-@pytest.mark.slow
+@SLOW
 def test_statistics_are_those_of_one_chain():
     def measure(n):
         config = TrainConfig(

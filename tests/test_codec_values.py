@@ -12,6 +12,8 @@ from reference_codec import ELEMENTS, Reference, snr_db
 
 from taco_jax import CODECS, UNCALIBRATED, Codec
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 # Error
 
 
@@ -201,8 +203,18 @@ def test_inf_in_bfloat16_and_float16():
         assert np.isnan(y[128:256]).all() and np.isfinite(np.delete(y, np.s_[128:256])).all()
 
 
-@pytest.mark.parametrize("name", ["taco", "e4m3", "int8h", "int4h", "mxfp4", "taco_paper"])
-@pytest.mark.parametrize("blocks", [1, 64, 1000])
+LARGE = ["taco", "e4m3", "int8h", "int4h", "mxfp4", "taco_paper"]
+
+
+@pytest.mark.parametrize(
+    "blocks, name",
+    [
+        *((64, name) for name in LARGE),
+        (1000, "taco"),
+        *(pytest.param(1000, name, marks=pytest.mark.slow) for name in LARGE[1:]),
+        *(pytest.param(1, name, marks=pytest.mark.slow) for name in LARGE),
+    ],
+)
 def test_a_nan_is_never_lost_in_a_large_message(name, blocks):
     # XLA's maximum over an axis drops NaN on CPUs once it is vectorised: from about 64 blocks on.
     codec = CODECS[name]

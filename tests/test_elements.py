@@ -10,6 +10,8 @@ import pytest
 
 from taco_jax.elements import ELEMENTS, from_codes, to_codes
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 FLOATS = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,

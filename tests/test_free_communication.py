@@ -21,7 +21,7 @@ def messages(sequence_parallel, chains):
 
 exact = [messages(False, 2), messages(True, 1)]
 with free_communication.messages_left_out():
-    free = [messages(s, n) for s in (False, True) for n in (1, 2)]
+    free = [messages(False, 2), messages(True, 1)]
 again = messages(True, 1)
 print(json.dumps([exact, free, again]))
 """
@@ -30,9 +30,9 @@ print(json.dumps([exact, free, again]))
 def test_every_message_is_left_out_and_nothing_else(run_python):
     path = f"{REPOSITORY}/experiments:{REPOSITORY}/tests"
     run = run_python(CODE, devices=2, env={"PYTHONPATH": f"{REPOSITORY}:{path}"})
-    exact, ((whole, rest), (whole_chains, chains_rest), *cut), again = json.loads(run.stdout.splitlines()[-1])
+    exact, ((whole, rest), (cut, rest_cut)), again = json.loads(run.stdout.splitlines()[-1])
     # Values, not collectives: some versions of XLA join those of two chains. Six sums, whole or by halves; under
     # sequence parallelism six gathers of whole messages, and six sums whose results are halves.
-    assert exact == [[6 * MESSAGE, chains_rest], [9 * MESSAGE, cut[0][1]]]
-    assert [whole, whole_chains, *(n for n, _ in cut)] == [0, 0, 0, 0] and rest and all(more for _, more in cut)
+    assert exact == [[6 * MESSAGE, rest], [9 * MESSAGE, rest_cut]]
+    assert whole == cut == 0 and rest and rest_cut
     assert again == exact[1]

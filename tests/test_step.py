@@ -40,8 +40,15 @@ def on(dp=1, tp=1, config=CONFIG, **changes):
     return dataclasses.replace(config, mesh=MeshConfig(dp=dp, tp=tp), **changes)
 
 
+PROGRAMS = {}
+
+
 def program(config):
-    return build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
+    """Built once: a program keeps no state."""
+    key = repr(config)
+    if key not in PROGRAMS:
+        PROGRAMS[key] = build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
+    return PROGRAMS[key]
 
 
 def batch(config, step=0):
@@ -72,8 +79,8 @@ def reference():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(tp=2),
-        dict(tp=4),
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+        pytest.param(dict(tp=4), marks=pytest.mark.slow),
         dict(dp=2, tp=4),
         dict(tp=8, sequence_parallel=True),
         dict(dp=4, tp=2, accumulation=2, remat="full"),

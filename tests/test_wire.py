@@ -6,6 +6,8 @@ import pytest
 
 from taco_jax import wire
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 
 def u8(*values):
     return np.array(values, np.uint8)

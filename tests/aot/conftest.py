@@ -17,6 +17,7 @@ if ENABLED:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # no driver, cuBLAS or cuDNN
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # registers and spills on stdout
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache was not compiled
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     folder = "nvidia/cu13/bin" if PLUGIN == PLUGINS[0] else "nvidia/cuda_nvcc/bin"
     packages = pathlib.Path(importlib.util.find_spec("jax").origin).parent.parent
     os.environ["PATH"] = f"{packages / folder}{os.pathsep}{os.environ['PATH']}"  # ptxas
