@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import pytest
 from aot.instructions import collectives, kernels
 from aot.topology import FITTED, compile_on_mesh, spills
+from jax import lax
 
 from pallas_kernels import compat, product
 from taco_jax import CODECS
 from taco_jax.backend import to_format
 from taco_jax.collectives import to_varying
+from taco_jax.plan import Compression
+from taco_jax.tensor_parallel import column_dense, row_dense
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="kernels over NVLink need jax 0.11")
 
@@ -47,3 +50,25 @@ def test_in_the_forms_that_models_use(name, ranks, transposed, capfd):
 def test_every_preset(name, capfd):
     for ranks, transposed in itertools.product(product.RANKS, (False, True)):
         check(name, ranks, transposed, capfd)
+
+
+def test_gradient_of_layers():
+    """One kernel for the sum of the forward pass, one for that of the backward pass; recomputing repeats neither."""
+    compression = Compression("taco", "int8h", link="nvlink", min_bytes=0, with_product=True)
+
+    def layers(x, ws):
+        @jax.checkpoint
+        def layer(x, ws):
+            h = jax.nn.relu(column_dense(x, ws[0], axis="tp", compression=compression))
+            return x + row_dense(h, ws[1], axis="tp", compression=compression), None
+
+        return lax.scan(layer, x, ws)[0].astype(jnp.float32).sum()
+
+    def gradient(scale, w_up, w_down):
+        x = jnp.ones((1024, w_up.shape[1]), w_up.dtype) * lax.psum(scale, "tp").astype(w_up.dtype)
+        grads = jax.grad(layers, argnums=1)(x, (w_up, w_down))
+        return to_varying(grads[0], ("tp",))
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    compiled = compile_on_mesh(gradient, shape(), shape(3, 512, 256), shape(3, 256, 512), tp=4)
+    assert kernels(compiled) == 2
