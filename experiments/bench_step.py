@@ -7,7 +7,8 @@ round, from one set of parameters; other flags go to the trainer. `free` is the 
 (free_communication.py). With (t_none - t) / (t_none - t_free) a table says which share of the time that messages cost
 a variant saves. The link is the machine's; NCCL_P2P_DISABLE=1 before the command gives another one.
 
-variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said
+variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as
+          the link `product` is auto, with sums in the kernels of their products
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
 """
 
@@ -37,6 +38,8 @@ from taco_jax.plan import LINKS
 
 # Steps before the first that counts: allocation, the first collectives.
 WARM_UP = 2
+# In the place of a link.
+PRODUCT = "product"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Variant:
     @property
     def flags(self) -> list[str]:
         codec = "none" if self.name == "free" else self.name
-        return [*runs.codec_flags(codec), "--chains", str(self.chains), "--compression.link", self.link]
+        link = ["--compression.link", "auto" if self.link == PRODUCT else self.link]
+        product = f"--compression.{'' if self.link == PRODUCT else 'no-'}with-product"
+        return [*runs.codec_flags(codec), "--chains", str(self.chains), *link, product]
 
 
 def parse(text: str) -> list[Variant]:
@@ -61,7 +66,7 @@ def parse(text: str) -> list[Variant]:
         name, chains, link, *more = [*given.split(":"), *("1", "auto")[given.count(":") :]]
         runs.codecs(name, pairs=False, more=["free"])
         (count,) = runs.numbers("--variants (chains)", chains, 1)
-        runs.choices("--variants (link)", link, LINKS)
+        runs.choices("--variants (link)", link, (*LINKS, PRODUCT))
         runs.require(not more, "--variants", repr(given), "must be name:chains:link")
         variants.append(Variant(given, name, count, link))
     names = [v.given for v in variants]
@@ -110,7 +115,8 @@ def main(arguments: Sequence[str]) -> None:
     runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
     runs.require(args.steps_per_round >= 1, "--steps-per-round", args.steps_per_round, "must be at least 1")
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
-    own = {"chains": "a variant has its own: name:chains:link", "compression.link": "likewise"}
+    own = {"chains": "a variant has its own: name:chains:link"}
+    own |= {f"compression.{key}": "likewise" for key in ("link", "with-product")}
     config = runs.experiment(args.config, flags, own, validated=False)
     configs = {v: check(cli.parse(["--config", args.config, *v.flags, *flags])) for v in variants}
     runs.folder("--out", args.out)
