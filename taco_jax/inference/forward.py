@@ -42,8 +42,9 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
 
         return _layer(x_BLD, of_layer, angles_LH, config, par, attend), tuple(kept)
 
+    x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     with sites.repeat(config.n_layers):
-        x_BLD, (keys, values) = lax.scan(layer, decoder.embed(params, tokens_BL, config, par, {}), params["layers"])
+        x_BLD, (keys, values) = lax.scan(layer, x_BLD, params["layers"])
     x_B1D = jnp.take_along_axis(x_BLD, lengths_B[:, None, None] - 1, axis=1)
     return _logits(params, x_B1D, config, par), kv.filled(keys, values, slots)
 

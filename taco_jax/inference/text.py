@@ -67,3 +67,38 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises Exception itself
         raise ConfigError(f"{path}: tokenizers cannot read it ({' '.join(str(error).split())})") from None
+
+
+# How a text is split before byte-level BPE, by llama.cpp's names of tokenizers; the patterns are the models' own.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {"gpt-2": _GPT2, "smollm": _GPT2, "qwen2": _CASELESS % "", "llama-bpe": _CASELESS % "{1,3}"}
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's types of tokens that are matched as they stand
+
+
+def byte_level_bpe(
+    tokens: Sequence[str], merges: Sequence[str], types: Sequence[int], pre: str, bos: int | None
+) -> Tokenizer:
+    """A tokenizer of the lists that a GGUF file holds; `bos` is put before every text.
+
+    Raises:
+      ValueError: `pre` is a way of splitting that is not known here.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Library
+
+    if pre not in _SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre={pre!r}: must be one of {', '.join(_SPLITS)}")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    library = Library(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
+    split = [pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    library.pre_tokenizer = pre_tokenizers.Sequence([*digits, *split])
+    library.decoder = decoders.ByteLevel()
+    of_type = lambda kind: [token for token, t in zip(tokens, types) if t == kind]
+    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in of_type(_CONTROL)])
+    library.add_tokens([AddedToken(token, special=False, normalized=False) for token in of_type(_USER_DEFINED)])
+    if bos is not None:
+        first = tokens[bos]
+        library.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, bos)])
+    return Tokenizer(library)

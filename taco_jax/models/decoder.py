@@ -34,8 +34,8 @@ from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
 
 __all__ = [
-    "count_params", "embed", "forward", "halves", "head_logits", "head_loss", "init_params", "layers", "logits", "loss",
-    "param_specs", "site_names", "use_replicated_params",
+    "count_params", "embed", "forward", "halves", "head_logits", "head_loss", "head_score", "init_params", "layers",
+    "logits", "loss", "param_specs", "site_names", "use_replicated_params",
 ]  # fmt: skip
 
 Params = Mapping[str, Any]
@@ -159,6 +159,14 @@ def head_logits(params: Params, x_BLD: jax.Array, config: ModelConfig, par: Para
         x_BLD, _head(params, config), par.axis, par.compression("head"), state.get("head"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision, site="head",
     )  # fmt: skip
+
+
+def head_score(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, config: ModelConfig,
+               par: Parallel) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(negative log-likelihoods float32[B, L], most likely ids int32[B, L]) of an x_BLD as in `head_logits`."""
+    return vocab.score(
+        x_BLD, _head(params, config), targets_BL, par.axis, vocab_size=config.vocab_size, precision=par.precision
+    )
 
 
 def _head(params: Params, config: ModelConfig) -> jax.Array:
