@@ -13,12 +13,13 @@ from taco_jax.scales import SiteScales, update_scales
 __version__ = "0.1.0"
 
 __all__ = [
-    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale", "SiteScales",
+    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
+    "SiteScales",
     "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.
-_LAZY = {name: "taco_jax.layers" for name in ("AmaxSlot", "CompressedDense", "SiteScale")} | {
+_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.layers") | {
     "Generator": "taco_jax.inference.generator"
 }
 _MODULES = ("linen", "tensor_parallel")

@@ -35,7 +35,9 @@ def save(name: str, folder: Path, **options):
     prefix, arguments = MODELS[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{prefix}Config")(**arguments)
-    model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config).eval().float()
+    model = (
+        getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config).eval().float()
+    )
     with torch.no_grad():
         for weight in model.parameters():  # biases and norms start at 0 and 1, where a mix-up would not show
             weight.add_(0.1 * torch.randn_like(weight))

@@ -21,7 +21,7 @@ class PerplexityConfig:
     """The loss of a model on a text, exact and compressed."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2 or Qwen3; or a .gguf file."""
+    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
     text: str = ""
     """Text file (UTF-8)."""
     codec: tuple[str, ...] = ("none",)
@@ -97,10 +97,11 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for each in settings.values():
-        each.parallel(checkpoint.config, mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
+        each.layout(checkpoint.config, mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
     params = load_params(checkpoint, mesh, config.dtype)
     evaluation = Evaluation(checkpoint.config, mesh, params, ids, config.context)
-    print(f"{len(ids) - 1} tokens of {config.text}, context {config.context}, tp {config.tp}, {config.dtype}", flush=True)
+    where = f"context {config.context}, tp {config.tp}, {config.dtype}"
+    print(f"{len(ids) - 1} tokens of {config.text}, {where}", flush=True)
     results, exact = {}, None
     for codec, each in settings.items():
         score = evaluation.score(each)
@@ -119,9 +120,11 @@ def describe(score, exact, config: PerplexityConfig) -> dict:
             "snr_db_by_layer": [score.snr_db(site, layer) for layer in range(len(score.power[site]))],
         }
         for site, bits in score.bits.items()
-        if site in score.power
+        if score.snr_db(site) is not None
     }
     counted = {"loss": score.loss, "perplexity": score.perplexity, "tokens": int(score.nll.size)}
+    if sites:
+        counted |= {"ratio": score.bf16 / score.sent}
     return counted | score.against(exact) | {"sites": sites, "tp": config.tp, "context": config.context}
 
 
@@ -130,7 +133,8 @@ def line(codec: str, result: dict) -> str:
     text = f"{codec}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}"
     if not result["sites"]:
         return text
-    text += f" ({result['change']:+.2%} +- {result['error']:.2%}), same token {result['agreement']:.2%}"
+    text += f" ({result['change']:+.2%} +- {result['error']:.2%}), same token {result['agreement']:.2%}, "
+    text += f"{result['ratio']:.2f} times fewer bytes than bf16"
     for site, measured in result["sites"].items():
         text += f"; {site} {measured['bits']:.2f} bits, SNR {measured['snr_db']:.1f} dB"
     return text
@@ -143,5 +147,3 @@ def _read(path: str) -> str:
         raise ConfigError(f"text={path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"text={path}: is no UTF-8 text (byte {error.start})") from None
-
-

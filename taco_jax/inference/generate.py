@@ -22,7 +22,7 @@ class GenerateConfig:
     """Go on with prompts."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2 or Qwen3; or a .gguf file."""
+    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
     prompt: tuple[str, ...] = ()
     """Text to go on with; several texts are one batch."""
     max_tokens: int = 128

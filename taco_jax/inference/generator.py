@@ -71,7 +71,8 @@ class Generator:
       tp: tensor-parallel ranks, the first `tp` of `devices` (default: `jax.devices()`).
       compression: codec of the sums after row-parallel products (a preset's name, such as "mxfp4", with fields changed
         as in "int4h,block=32"; a Codec; a Compression). None sends them exactly.
-      plan: patterns of site names -> codecs, before `compression`: {"layers/mlp/down": "int8h"}; None is exact.
+      plan: patterns of site names -> codecs, before `compression`; None is exact. {"layers/mlp/down": "int8h"} is for
+        all layers, {"layers/0/*": "int8h"} for the first.
       min_bytes: messages below this are exact. None: as tuned for the link, and those of a decode step at least below
         64 KiB.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.
@@ -101,7 +102,7 @@ class Generator:
             self.mesh = make_mesh(tp=tp, devices=devices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        settings.parallel(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
+        settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
         params = load_params(self.checkpoint, self.mesh, dtype)
         self.programs = Programs(self.config, settings, self.mesh, params)
         self.timing: Timing | None = None
@@ -145,7 +146,9 @@ class Generator:
         longest = self.config.max_length
         for ids in rows:
             if len(ids) >= longest:
-                raise ConfigError(f"prompt: {len(ids)} tokens; the model's longest sequence has {longest}, one must be left")
+                raise ConfigError(
+                    f"prompt: {len(ids)} tokens; the model's longest sequence has {longest}: one too many"
+                )
         return self._run(rows, max_tokens, sampling, frozenset() if ignore_eos else self.checkpoint.eos)
 
     def complete(self, prompts: Sequence[Prompt], **options) -> list[str]:

@@ -63,7 +63,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ConfigError(f"{path / 'config.json'}: has no key {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
-    return Checkpoint(path, config, SafetensorsFolder(path), read_tokenizer(path / "tokenizer.json"), _eos(path, described))
+    tokenizer = read_tokenizer(path / "tokenizer.json")
+    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described))
 
 
 def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import sites
-from taco_jax.inference.settings import ROW_SITES, Settings
+from taco_jax.inference.forward import angles, scan_layers
+from taco_jax.inference.settings import ROWS, Layout, Settings
 from taco_jax.models import decoder
-from taco_jax.models.attention import causal, rope_angles
+from taco_jax.models.attention import causal
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import norm
-from taco_jax.models.parallel import Parallel
 from taco_jax.models.params import param_specs
 from taco_jax.models.projections import add_bias, add_up, enter, row
 
@@ -37,13 +37,16 @@ class Score:
     """One codec on one text.
 
     nll: nats of every predicted token. best: the id that the model holds most likely there. power: site ->
-    float64[N, 2], sums of |y|^2 and |y' - y|^2 (absent where the site is exact). bits: site -> wire bits per element.
+    float64[N, 2], sums of |y|^2 and |y' - y|^2 of each layer, zeros where it sends exactly. bits: site -> wire bits per
+    element, all layers together. sent, bf16: bytes that a device sends for a window at these sites, and would in bf16.
     """
 
     nll: np.ndarray
     best: np.ndarray
     power: Mapping[str, np.ndarray]
     bits: Mapping[str, float]
+    sent: float
+    bf16: float
 
     @property
     def loss(self) -> float:
@@ -64,11 +67,9 @@ class Score:
         }
 
     def snr_db(self, site: str, layer: int | None = None) -> float | None:
-        """Over all layers, or of one; None where the site is exact."""
-        if site not in self.power:
-            return None
+        """Over all layers, or of one; None where it sends exactly."""
         signal, noise = self.power[site].sum(0) if layer is None else self.power[site][layer]
-        return float(10 * np.log10(signal / noise)) if noise > 0 else float("inf")
+        return float(10 * np.log10(signal / noise)) if noise > 0 else None
 
 
 def windows(ids: list[int], context: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -89,9 +90,9 @@ class Evaluation:
 
     def score(self, settings: Settings) -> Score:
         config, mesh = self.config, self.mesh
-        par = settings.parallel(config, mesh.devices.flat[0], decoding=False)
+        layout = settings.layout(config, mesh.devices.flat[0], decoding=False)
         mapped = jax.shard_map(
-            lambda params, tokens_BL, targets_BL: measured(params, tokens_BL, targets_BL, config, par),
+            lambda params, tokens_BL, targets_BL: measured(params, tokens_BL, targets_BL, config, layout),
             mesh=mesh, in_specs=(param_specs(config, settings.tp), P(), P()), out_specs=P(),
         )  # fmt: skip
         program, everywhere = jax.jit(mapped), NamedSharding(mesh, P())
@@ -104,33 +105,36 @@ class Evaluation:
                 best.append(best_BL[0][real_L])
                 for site, sums_N2 in of_sites.items():
                     power[site] = power.get(site, 0.0) + sums_N2.astype(np.float64)
-        bits = {row.site: row.bits_per_element for row in table.rows() if row.site in ROW_SITES}
-        return Score(np.concatenate(nll), np.concatenate(best), power, bits)
+        rows = {site: [r for r in table.rows() if r.site.endswith(site)] for site in ROWS}
+        sent = {site: (sum(r.bytes for r in of), sum(r.bytes_bf16 for r in of)) for site, of in rows.items()}
+        bits = {f"layers/{site}": 16 * sent[site][0] / sent[site][1] for site in ROWS if sent[site][1]}
+        total = [sum(values) for values in zip(*sent.values())]
+        return Score(np.concatenate(nll), np.concatenate(best), power, bits, *total)
 
 
-def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelConfig, par: Parallel):
+def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelConfig, layout: Layout):
     """(nll float32[B, L], best int32[B, L], {site: float32[N, 2]}), inside the shard_map: the decoder's layers, with
-    the exact sum beside every compressed one."""
+    the exact sum beside every compressed one (zeros where there is none)."""
+    par, scales = layout.par, layout.scales()
     params = decoder.use_replicated_params(params, config, par)
-    angles_LH = rope_angles(config, jnp.arange(tokens_BL.shape[1])) if config.positions == "rope" else None
-    halves = decoder.halves(config, par, causal(par))
+    angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
 
-    def layer(x_BLD, of_layer):
+    def layer(x_BLD, index, of_layer, sites_of):
         power = {}
-        for half in halves:
+        for half, site in zip(decoder.halves(config, par, causal(par), sites_of), ROWS):
             out = of_layer[half.name][half.out_name]
             h_BLD = enter(half.norm(x_BLD, of_layer[half.norm_name]), par, {}, half.enters)
             y_BLD = row(half.core(h_BLD, of_layer[half.name], angles_LH), out["kernel"], par)
-            sum_BLD = add_up(y_BLD, par, {}, half.leaves)
+            sum_BLD = add_up(y_BLD, par, scales, half.leaves)
+            squares = jnp.zeros(()), jnp.zeros(())
             if par.compression(half.leaves) is not None:
                 exact_BLD = lax.psum(y_BLD.astype(jnp.float32), par.axis)
                 squares = jnp.square(exact_BLD), jnp.square(sum_BLD.astype(jnp.float32) - exact_BLD)
-                power[half.leaves] = jnp.stack([jnp.sum(square) for square in squares])
+            power[f"layers/{site}"] = jnp.stack([jnp.sum(square) for square in squares])
             x_BLD += add_bias(sum_BLD, out)
         return x_BLD, power
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
-    with sites.repeat(config.n_layers):
-        x_BLD, power = lax.scan(layer, x_BLD, params["layers"])
+    x_BLD, power = scan_layers(layer, x_BLD, params["layers"], layout)
     x_BLD = norm(x_BLD, params["final_norm"], config.norm_eps)
     return *decoder.head_score(params, x_BLD, targets_BL, config, par), power

@@ -29,7 +29,7 @@ SHORTEST = 32
 
 
 def bucket(length: int, longest: int) -> int:
-    """The padded length of a prompt, or the slots of a cache: the next power of two, so that few programs are needed."""
+    """The padded length of a prompt, or the slots of a cache: a power of two, so that few programs are needed."""
     return max(length, min(max(SHORTEST, 1 << (length - 1).bit_length()), longest))
 
 
@@ -39,8 +39,8 @@ class Programs:
     def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any):
         self.config, self.mesh, self.params, self.compile_seconds = config, mesh, params, 0.0
         device = mesh.devices.flat[0]
-        self._prefill_par = settings.parallel(config, device, decoding=False)
-        self._decode_par = settings.parallel(config, device, decoding=True)
+        self._prefill_layout = settings.layout(config, device, decoding=False)
+        self._decode_layout = settings.layout(config, device, decoding=True)
         self._param_specs = param_specs(config, settings.tp)
         self._compiled: dict[tuple, Any] = {}
         self.tables: dict[tuple, sites.Table] = {}
@@ -51,10 +51,10 @@ class Programs:
 
         Row b's prompt is in its first lengths[b] places.
         """
-        config, par = self.config, self._prefill_par
+        config, layout = self.config, self._prefill_layout
 
         def run(params, tokens_BL, lengths_B, rows):
-            logits_BV, cache = forward.prefill(params, tokens_BL, lengths_B, slots, config, par)
+            logits_BV, cache = forward.prefill(params, tokens_BL, lengths_B, slots, config, layout)
             return _next(logits_BV, lengths_B, rows, greedy), cache
 
         arguments = self._ints(batch, length), self._ints(batch), self._rows(batch)
@@ -66,15 +66,15 @@ class Programs:
 
         The cache that goes in is given away.
         """
-        config, par = self.config, self._decode_par
+        config, layout = self.config, self._decode_layout
 
         def run(params, tokens_B, positions_B, rows, cache):
-            logits_BV, cache = forward.decode(params, tokens_B, positions_B, cache, config, par)
+            logits_BV, cache = forward.decode(params, tokens_B, positions_B, cache, config, layout)
             return _next(logits_BV, positions_B + 1, rows, greedy), positions_B + 1, cache
 
         heads = max(config.n_kv_heads, self.mesh.shape["tp"])
         shape = (config.n_layers, batch, slots, heads, config.head_dim)
-        cache = kv.KVCache(*(self._shape(shape, par.dtype, spec) for spec in kv.specs()))
+        cache = kv.KVCache(*(self._shape(shape, layout.par.dtype, spec) for spec in kv.specs()))
         arguments = self._ints(batch), self._ints(batch), self._rows(batch), cache
         specs = (self._param_specs, P(), P(), P(), kv.specs()), (P(), P(), kv.specs())
         return self._program(("decode", batch, slots, greedy), run, specs, arguments, donate=(4,))
@@ -94,14 +94,14 @@ class Programs:
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
-    def _shape(self, shape: tuple[int, ...], dtype, spec: P = P()) -> jax.ShapeDtypeStruct:
+    def _shape(self, shape: tuple[int, ...], dtype, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return self._shape(shape, jnp.int32)
+        return self._shape(shape, jnp.int32, P())
 
     def _rows(self, batch: int) -> Rows:
-        return Rows(*(self._shape((batch,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.uint32)))
+        return Rows(*(self._shape((batch,), dtype, P()) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.uint32)))
 
 
 def _next(logits_BV: jax.Array, positions_B: jax.Array, rows: Rows, greedy: bool) -> jax.Array:

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint in safetensors files, read piece by piece: nothing is in memory but what was asked for.
 
-    folder/model.safetensors                                     one file
-    folder/model.safetensors.index.json, model-0000i-of-n...     several, and which tensor is in which
+folder/model.safetensors                                     one file
+folder/model.safetensors.index.json, model-0000i-of-n...     several, and which tensor is in which
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SafetensorsFolder:
                 self._files[file] = safe_open(path, "np")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: {_cut_off(error)}") from None
-            self._of |= {name: file for name in self._files[file].keys()}
+            self._of |= dict.fromkeys(self._files[file].keys(), file)
         for name, file in (listed or {}).items():
             if self._of.get(name) != file:
                 found = f"which is in {self._of[name]}" if name in self._of else "which no file holds"

@@ -71,7 +71,10 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 # How a text is split before byte-level BPE, by llama.cpp's names of tokenizers; the patterns are the models' own.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASELESS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {"gpt-2": _GPT2, "smollm": _GPT2, "qwen2": _CASELESS % "", "llama-bpe": _CASELESS % "{1,3}"}
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's types of tokens that are matched as they stand
 

@@ -55,9 +55,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def causal(par: Parallel) -> Attend:
     """Attention of whole sequences: `softmax(q k^T / sqrt(H), causal) v`."""
-    return functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=par.attention_implementation
-    )
+    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=par.attention_implementation)
 
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,

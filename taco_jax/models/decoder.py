@@ -112,17 +112,17 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
     return chains.join(xs)
 
 
-def halves(config: ModelConfig, par: Parallel, attend: Attend) -> tuple[Half, Half]:
-    """A layer's attention and mlp; what they share is `angles` of `attention`."""
+def halves(config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "layers") -> tuple[Half, Half]:
+    """A layer's attention and mlp, whose sites' names begin with `sites_of`; they share `angles` of `attention`."""
     normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
     return (
         Half(
             normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par, attend),
-            "attn_norm", "attn", "out", "layers/attn/qkv", "layers/attn/out",
+            "attn_norm", "attn", "out", f"{sites_of}/attn/qkv", f"{sites_of}/attn/out",
         ),
         Half(
             normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
-            "mlp_norm", "mlp", "down", "layers/mlp/up", "layers/mlp/down",
+            "mlp_norm", "mlp", "down", f"{sites_of}/mlp/up", f"{sites_of}/mlp/down",
         ),
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ from helpers import make_mesh
 import taco_jax
 from taco_jax.config import ConfigError
 from taco_jax.inference.loading import load_params, open_checkpoint
-from taco_jax.inference.sampling import Sampling
 
 pytest.importorskip("torch", reason="the reference: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="the reference: pip install 'taco-jax[test]'")
@@ -70,13 +69,13 @@ def _all_logits(generator, prompts, new: int) -> np.ndarray:
     from taco_jax.inference import forward
     from taco_jax.models.params import param_specs
 
-    config, par = generator.config, generator.programs._prefill_par
+    config, layout = generator.config, generator.programs._prefill_layout
     specs = param_specs(config, generator.mesh.shape["tp"])
     mapped = lambda f, ins: jax.jit(
         jax.shard_map(f, mesh=generator.mesh, in_specs=(specs, *ins), out_specs=(P(), kv.specs()))
     )
-    prefill = mapped(lambda p, t, n: forward.prefill(p, t, n, 24, config, par), (P(), P()))
-    decode = mapped(lambda p, t, at, c: forward.decode(p, t, at, c, config, par), (P(), P(), kv.specs()))
+    prefill = mapped(lambda p, t, n: forward.prefill(p, t, n, 24, config, layout), (P(), P()))
+    decode = mapped(lambda p, t, at, c: forward.decode(p, t, at, c, config, layout), (P(), P(), kv.specs()))
     lengths = np.array([len(p) for p in prompts], np.int32)
     tokens = np.zeros((len(prompts), 16), np.int32)
     for row, prompt in enumerate(prompts):
@@ -187,4 +186,3 @@ def test_shards_are_all_that_a_device_holds(known):
     up = params["layers"]["mlp"]["up"]["kernel"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(2, 48, 24)}
     np.testing.assert_array_equal(up, whole["layers"]["mlp"]["up"]["kernel"])
-    assert Sampling().greedy
