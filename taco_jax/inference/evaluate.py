@@ -106,12 +106,12 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     for codec, each in settings.items():
         score = evaluation.score(each)
         exact = exact or score
-        results[codec] = describe(score, exact, config)
+        results[codec] = describe(score, exact)
         print(line(codec, results[codec]), flush=True)
     return results
 
 
-def describe(score, exact, config: PerplexityConfig) -> dict:
+def describe(score, exact) -> dict:
     """What is kept of a codec's Score."""
     sites = {
         site: {
@@ -125,7 +125,7 @@ def describe(score, exact, config: PerplexityConfig) -> dict:
     counted = {"loss": score.loss, "perplexity": score.perplexity, "tokens": int(score.nll.size)}
     if sites:
         counted |= {"ratio": score.bf16 / score.sent}
-    return counted | score.against(exact) | {"sites": sites, "tp": config.tp, "context": config.context}
+    return counted | score.against(exact) | {"sites": sites}
 
 
 def line(codec: str, result: dict) -> str:
