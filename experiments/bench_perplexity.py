@@ -70,8 +70,8 @@ def report(out: Path, results: dict[str, dict], args) -> None:
     exact = results["none"]
     lines = runs.header("Perplexity of a pretrained model with compressed sums, by codec", args.commit)
     lines += [
-        f"`{Path(args.model).name}`, tp {args.tp}, {args.dtype}; {exact['tokens']} predicted tokens of held-out text, in "
-        f"windows of {args.context}, one of each of {args.sources} sources. Every sum after a row-parallel product is "
+        f"`{Path(args.model).name}`, tp {args.tp}, {args.dtype}: {exact['tokens']} tokens of held-out text in windows "
+        f"of {args.context}, one of each of {args.sources} sources. Every sum after a row-parallel product is "
         "compressed, those of the embedding and the logits are exact. Change: of the perplexity against exact sums, "
         "with its standard error over tokens, paired. Same token: both models hold the same id most likely.",
         "",
