@@ -25,8 +25,8 @@ from taco_jax import cli
 from taco_jax.codec import CODECS
 from taco_jax.config import ConfigError
 
-# Name -> (codec, plan). All of them send at least 3.5 times fewer bytes than bf16. In `mixed` six sites of a model of 30
-# layers have 6 bits: those whose 4 bits moved the next token's distribution most when they alone were compressed.
+# Name -> (codec, plan). All send at least 3.5 times fewer bytes than bf16. In `mixed`, for a model of 30 layers, six
+# sites have 6 bits: those whose 4 bits moved the next token's distribution most when they alone were compressed.
 SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "int4h_16": ("int4h,block=16,scale=ue5m3", {}),
     "fp4_16": ("mxfp4,block=16,scale=ue5m3", {}),
