@@ -44,7 +44,7 @@ class GenerateConfig:
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     min_bytes: int | None = None
-    """Messages below this many bytes are sent exactly; None takes the value tuned for the link."""
+    """Messages below this many bytes are sent exactly; None: as tuned for the link, in decode steps at least 64 KiB."""
     link: str = "auto"
     """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
     backend: str = "auto"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checkpoints import MODELS, edit_json, reference_greedy, reference_logits, save
+from checkpoints import edit_json, reference_greedy, reference_logits, save
 from helpers import make_mesh
 
 import taco_jax
@@ -12,6 +12,7 @@ from taco_jax.inference.loading import load_params, open_checkpoint
 pytest.importorskip("torch", reason="the reference: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="the reference: pip install 'taco-jax[test]'")
 
+SLOW = pytest.mark.slow
 PROMPTS = [[5, 17, 200, 33, 9], [250, 3], list(range(40, 51))]
 
 
@@ -50,7 +51,17 @@ def _ids(generator, prompts, **options) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("name, tp", [*((name, 1) for name in MODELS), ("gpt2", 4), ("smollm", 3), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    "name, tp",
+    [
+        ("gpt2", 4),
+        ("llama", 1),
+        ("qwen2", 1),
+        ("qwen3", 2),
+        ("smollm", 3),
+        *(pytest.param(name, 1, marks=SLOW) for name in ("gpt2", "qwen3", "smollm")),
+    ],
+)
 def test_logits_of_prompt_and_decode_equal_transformers(known, generator, name, tp):
     model, _ = known(name)
     logits = _all_logits(generator(name, tp), PROMPTS, new=4)
@@ -89,16 +100,25 @@ def _all_logits(generator, prompts, new: int) -> np.ndarray:
     return np.stack(found, 1)
 
 
-@pytest.mark.parametrize("name, tp", [("gpt2", 1), ("llama", 2), ("smollm", 3), ("qwen2", 4), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    "name, tp",
+    [
+        ("gpt2", 1),
+        ("smollm", 3),
+        ("qwen3", 4),
+        pytest.param("llama", 2, marks=SLOW),
+        pytest.param("qwen2", 4, marks=SLOW),
+    ],
+)
 def test_greedy_batch_equals_transformers_prompt_by_prompt(known, generator, name, tp):
     model, _ = known(name)
     assert _ids(generator(name, tp), PROMPTS, max_tokens=8) == [reference_greedy(model, p, 8) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}, {"temperature": 1.5}])
-def test_sampled_rows_are_the_same_alone_and_in_a_batch(generator, options):
+def test_sampled_rows_are_the_same_alone_and_in_a_batch(generator):
+    options = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
     batch = _ids(generator("llama"), PROMPTS, max_tokens=6, **options)
-    seed = options.pop("seed", 0)
+    seed = options.pop("seed")
     alone = [_ids(generator("llama"), [p], max_tokens=6, seed=seed + i, **options)[0] for i, p in enumerate(PROMPTS)]
     assert batch == alone
     assert batch != _ids(generator("llama"), PROMPTS, max_tokens=6, seed=seed + 7, **options)
