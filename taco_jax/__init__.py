@@ -13,22 +13,25 @@ from taco_jax.scales import SiteScales, update_scales
 __version__ = "0.1.0"
 
 __all__ = [
-    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Plan", "SiteScale", "SiteScales",
+    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
+    "SiteScales",
     "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "update_scales",
 ]  # fmt: skip
 
-# Flax is imported only by who asks for its layers.
-_LAYERS = ("AmaxSlot", "CompressedDense", "SiteScale")
+# Imported only by who asks for it: Flax comes with the layers, the models with the generator.
+_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.layers") | {
+    "Generator": "taco_jax.inference.generator"
+}
 _MODULES = ("linen", "tensor_parallel")
 
 
 def __getattr__(name: str):
-    if name in _LAYERS:
-        return getattr(importlib.import_module("taco_jax.layers"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"taco_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAYERS, *_MODULES})
+    return sorted({*globals(), *_LAZY, *_MODULES})

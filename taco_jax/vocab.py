@@ -154,6 +154,29 @@ def logits(
     return whole[..., :vocab_size]
 
 
+def score(
+    x_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, axis: str, *, vocab_size: int, precision=None
+) -> tuple[jax.Array, jax.Array]:
+    """(negative log-likelihood float32[B, L] of every target, the most likely id int32[B, L]): for evaluation.
+
+    Exact, without a derivative, for whole sequences; the logits of one sequence exist at once. Arguments as of
+    `cross_entropy`.
+    """
+    check_region(axis, "score")
+    head_DV = head_DV.astype(x_BLD.dtype)
+
+    def sequence(operands):
+        x_LD, targets_L = operands
+        logits_LV = _product(to_varying(x_LD, axis), head_DV, precision)
+        logits_LV, _, _, nll_L = _log_likelihood(axis, vocab_size, logits_LV, targets_L)
+        best_L = jnp.argmax(logits_LV, axis=1) + lax.axis_index(axis) * logits_LV.shape[1]
+        peaks_PL = lax.all_gather(jnp.max(logits_LV, axis=1), axis, to="invarying")
+        best_PL = lax.all_gather(best_L, axis, to="invarying")
+        return nll_L, jnp.take_along_axis(best_PL, jnp.argmax(peaks_PL, axis=0)[None], axis=0)[0].astype(jnp.int32)
+
+    return lax.map(sequence, (x_BLD, targets_BL))
+
+
 def _product(x: jax.Array, head_DV: jax.Array, precision) -> jax.Array:
     return jnp.matmul(x, head_DV, precision=precision, preferred_element_type=jnp.float32)
 
@@ -212,6 +235,15 @@ _nll_sum.defvjp(_nll_sum_forward, _nll_sum_backward)
 def _chunk(axis, vocab_size, precision, head_DV, x_CD, targets_C, weights_C):
     """(sum of weighted nll, its gradient with respect to the local logits as float32[C, V]) of one chunk."""
     logits_CV = _product(x_CD, head_DV, precision)
+    logits_CV, hit_CV, lse_C, nll_C = _log_likelihood(axis, vocab_size, logits_CV, targets_C)
+    nll = jnp.sum(jnp.where(weights_C == 0, 0.0, weights_C * nll_C))
+
+    softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
+    return nll, (softmax_CV - hit_CV) * weights_C[:, None]
+
+
+def _log_likelihood(axis, vocab_size, logits_CV, targets_C):
+    """(logits with the padding masked, where the target is, logsumexp over all ranks, nll) of local logits."""
     columns = logits_CV.shape[1]
     start = lax.axis_index(axis) * columns
     ids_V = start + jnp.arange(columns, dtype=jnp.int32)
@@ -229,7 +261,4 @@ def _chunk(axis, vocab_size, precision, head_DV, x_CD, targets_C, weights_C):
     lse_C = peak_C + jnp.log(jnp.sum(sum_PC * jnp.exp(peak_PC - peak_C), axis=0))
     known_C = (targets_C >= 0) & (targets_C < vocab_size)
     nll_C = jnp.where(known_C, lse_C - jnp.sum(target_PC, axis=0), jnp.nan)
-    nll = jnp.sum(jnp.where(weights_C == 0, 0.0, weights_C * nll_C))
-
-    softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
-    return nll, (softmax_CV - hit_CV) * weights_C[:, None]
+    return logits_CV, hit_CV, lse_C, nll_C

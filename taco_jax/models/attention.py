@@ -6,7 +6,8 @@ is 1 where kv heads are replicated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,17 +25,20 @@ def kv_replicated(config: ModelConfig, tp: int) -> bool:
     return config.n_kv_heads % tp != 0
 
 
-def rope_angles(config: ModelConfig, length: int) -> jax.Array:
-    """Rotation angles `position * theta^(-2i/H)`, float32[L, H/2], of positions 0 to length - 1."""
+def rope_angles(config: ModelConfig, positions: jax.Array) -> jax.Array:
+    """Rotation angles `position * theta^(-2i/H)` of integer positions [...], float32[..., H/2]."""
     half = config.head_dim // 2
     frequencies_H = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies_H
+    return positions.astype(jnp.float32)[..., None] * frequencies_H
 
 
-def rope(x_BLNH: jax.Array, angles_LH: jax.Array) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]) by its position's angle, in float32; the pairing of Llama and Qwen."""
+def rope(x_BLNH: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotates each pair (x[i], x[i + H/2]) by its position's angle, in float32; the pairing of Llama and Qwen.
+
+    `angles` is [L, H/2], or [B, L, H/2] where the sequences of a batch are at positions of their own.
+    """
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles_LH)[:, None], jnp.sin(angles_LH)[:, None]
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BLNH.dtype)
 
 
@@ -45,11 +49,20 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
     return {name: columns(weight) for name, weight in dense.items()}
 
 
-def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array | None, config: ModelConfig,
-              par: Parallel) -> jax.Array:  # fmt: skip
-    """`softmax(q k^T / sqrt(H), causal) v` of this rank's heads, [B, L, N H], for an x that has entered.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q_BLNH, k_BLKH, v_BLKH) of this rank's heads -> y_BLNH."""
 
-    `angles_LH` is None without rotary positions.
+
+def causal(par: Parallel) -> Attend:
+    """Attention of whole sequences: `softmax(q k^T / sqrt(H), causal) v`."""
+    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=par.attention_implementation)
+
+
+def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,
+              par: Parallel, attend: Attend) -> jax.Array:  # fmt: skip
+    """What `attend` makes of this rank's heads, [B, L, N H], for an x that has entered.
+
+    `angles`, as of `rope`, is None without rotary positions.
     """
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):
@@ -60,9 +73,7 @@ def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles_LH: jax.Array 
     if config.qk_norm:
         q_BLNH = rms_norm(q_BLNH, params["q_norm"]["scale"], config.norm_eps)
         k_BLKH = rms_norm(k_BLKH, params["k_norm"]["scale"], config.norm_eps)
-    if angles_LH is not None:
-        q_BLNH, k_BLKH = rope(q_BLNH, angles_LH), rope(k_BLKH, angles_LH)
-    y_BLNH = jax.nn.dot_product_attention(
-        q_BLNH, k_BLKH, v_BLKH, is_causal=True, implementation=par.attention_implementation
-    )
+    if angles is not None:
+        q_BLNH, k_BLKH = rope(q_BLNH, angles), rope(k_BLKH, angles)
+    y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH)
     return y_BLNH.reshape(*y_BLNH.shape[:2], -1)

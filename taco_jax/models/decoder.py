@@ -22,7 +22,7 @@ from jax import lax
 from taco_jax import sites, vocab
 from taco_jax.compat import varying_axes
 from taco_jax.models import chains
-from taco_jax.models.attention import attention, kv_replicated, rope_angles
+from taco_jax.models.attention import Attend, attention, causal, kv_replicated, rope_angles
 from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.mlp import mlp
@@ -34,8 +34,8 @@ from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
 
 __all__ = [
-    "count_params", "embed", "forward", "head_loss", "init_params", "layers", "logits", "loss", "param_specs",
-    "site_names", "use_replicated_params",
+    "count_params", "embed", "forward", "halves", "head_logits", "head_loss", "head_score", "init_params", "layers",
+    "logits", "loss", "param_specs", "site_names", "use_replicated_params",
 ]  # fmt: skip
 
 Params = Mapping[str, Any]
@@ -68,18 +68,23 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     return norm(x_BLD, params["final_norm"], config.norm_eps)
 
 
-def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
-    """What the first layer takes, x_BLD in par.dtype, of parameters that `use_replicated_params` made ready."""
+def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State,
+          positions_BL: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    """What the first layer takes, x_BLD in par.dtype, of parameters that `use_replicated_params` made ready.
+
+    `positions_BL` (default: 0 to L - 1 in each sequence) needs whole sequences, no sequence parallelism.
+    """
     _check_length(tokens_BL.shape[1], config, par)
     x_BLD = vocab.embed(
         params["embed"]["table"], tokens_BL, par.axis, par.compression("embed"), state.get("embed"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, dtype=par.dtype, site="embed",
     )  # fmt: skip
     if config.positions == "learned":
-        positions_LD = params["embed"]["positions"][: tokens_BL.shape[1]]
+        positions = params["embed"]["positions"]
+        positions = positions[: tokens_BL.shape[1]] if positions_BL is None else positions[positions_BL]
         if par.sequence_parallel:
-            positions_LD = own_rows(positions_LD, par.axis, "embed/positions")
-        x_BLD = (x_BLD.astype(jnp.float32) + positions_LD).astype(x_BLD.dtype)
+            positions = own_rows(positions, par.axis, "embed/positions")
+        x_BLD = (x_BLD.astype(jnp.float32) + positions).astype(x_BLD.dtype)
     return x_BLD
 
 
@@ -91,30 +96,35 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
       length: L of the whole sequence.
       state: of the sites in layers, with a leading dim as long as that of `stacked`.
     """
-    angles_LH = rope_angles(config, length) if config.positions == "rope" else None
-    normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
-    halves = (
-        Half(
-            normalise, lambda h_BLD, p, angles_LH: attention(h_BLD, p, angles_LH, config, par),
-            "attn_norm", "attn", "out", "layers/attn/qkv", "layers/attn/out",
-        ),
-        Half(
-            normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
-            "mlp_norm", "mlp", "down", "layers/mlp/up", "layers/mlp/down",
-        ),
-    )  # fmt: skip
+    angles_LH = rope_angles(config, jnp.arange(length)) if config.positions == "rope" else None
+    both = halves(config, par, causal(par))
     parts = chains.count(len(x_BLD), par.chains)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
     with sites.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
         if parts > 1 and not par.sequence_parallel:
-            layer = scheduled(halves, par)
+            layer = scheduled(both, par)
         else:
-            layer = remat(chains.side_by_side(halves, par), par.remat)
+            layer = remat(chains.side_by_side(both, par), par.remat)
         xs = chains.split(x_BLD, parts)
         xs, _ = lax.scan(lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (stacked, layer_state))
     return chains.join(xs)
+
+
+def halves(config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "layers") -> tuple[Half, Half]:
+    """A layer's attention and mlp, whose sites' names begin with `sites_of`; they share `angles` of `attention`."""
+    normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
+    return (
+        Half(
+            normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par, attend),
+            "attn_norm", "attn", "out", f"{sites_of}/attn/qkv", f"{sites_of}/attn/out",
+        ),
+        Half(
+            normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
+            "mlp_norm", "mlp", "down", f"{sites_of}/mlp/up", f"{sites_of}/mlp/down",
+        ),
+    )  # fmt: skip
 
 
 def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
@@ -140,11 +150,23 @@ def head_loss(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, weights_B
 
 def logits(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
     """Logits of every position, float32[B, L, vocab_size], the same on all ranks: for tests and sampling."""
-    x_BLD = forward(params, tokens_BL, config, par, state)
+    return head_logits(params, forward(params, tokens_BL, config, par, state), config, par, state)
+
+
+def head_logits(params: Params, x_BLD: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
+    """`logits` of an x_BLD that the final normalisation has made."""
     return vocab.logits(
         x_BLD, _head(params, config), par.axis, par.compression("head"), state.get("head"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision, site="head",
     )  # fmt: skip
+
+
+def head_score(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, config: ModelConfig,
+               par: Parallel) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(negative log-likelihoods float32[B, L], most likely ids int32[B, L]) of an x_BLD as in `head_logits`."""
+    return vocab.score(
+        x_BLD, _head(params, config), targets_BL, par.axis, vocab_size=config.vocab_size, precision=par.precision
+    )
 
 
 def _head(params: Params, config: ModelConfig) -> jax.Array:

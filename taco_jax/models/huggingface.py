@@ -12,7 +12,7 @@ the last dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,24 +185,56 @@ def params_from_hf(arrays: Mapping[str, Any], config: ModelConfig, tp: int = 1) 
     Raises:
         ValueError: arrays that are missing, left over or of another shape, by name.
     """
-    prefix, rows = _table(config)
-    given = {name.removeprefix(prefix): array for name, array in arrays.items() if not name.endswith(_BUFFERS)}
-    if config.tied_head:
-        given.pop("lm_head.weight", None)
-    expected = {name for row in rows for name in _names(row, config)}
-    missing, extra = sorted(expected - set(given)), sorted(set(given) - expected)
-    if missing or extra:
-        raise ValueError(f"state dict does not fit the config: missing {_some(missing)}; left over {_some(extra)}")
-
+    names = match_names(arrays, config)
     shapes = _shapes(config, tp)
     flat: dict[str, np.ndarray] = {}
-    for row in rows:
-        per_layer = [np.asarray(given[name]).astype(np.float32) for name in _names(row, config)]
+    for row in _table(config)[1]:
+        per_layer = [np.asarray(arrays[names[name]]).astype(np.float32) for name in _names(row, config)]
         per_layer = [array.T if row.out_in else array for array in per_layer]
         joined = np.stack(per_layer) if "{}" in row.theirs else per_layer[0]
         for path, part in zip(row.ours, np.split(joined, len(row.ours), axis=-1)):
             flat[path] = _fit(part, shapes[path], path, config)
     return _nest(flat)
+
+
+class Source(NamedTuple):
+    """Where one of our leaves comes from.
+
+    names: their arrays' (without prefix), one a layer where `stacked`, else one. out_in: theirs is transposed.
+    part, parts: ours is this one of so many equal pieces of theirs along its last dim.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    out_in: bool
+    part: int
+    parts: int
+
+
+def sources(config: ModelConfig) -> dict[str, Source]:
+    """{path of a leaf of ours, "layers/attn/q/kernel": Source}, for who reads a checkpoint piece by piece."""
+    return {
+        path: Source(tuple(_names(row, config)), "{}" in row.theirs, row.out_in, part, len(row.ours))
+        for row in _table(config)[1]
+        for part, path in enumerate(row.ours)
+    }
+
+
+def match_names(given: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """{name as in `Source`: the name as given}, of all arrays that the model has.
+
+    Raises:
+        ValueError: arrays that are missing or left over, by name.
+    """
+    prefix, rows = _table(config)
+    names = {name.removeprefix(prefix): name for name in given if not name.endswith(_BUFFERS)}
+    if config.tied_head:
+        names.pop("lm_head.weight", None)
+    expected = {name for row in rows for name in _names(row, config)}
+    missing, extra = sorted(expected - names.keys()), sorted(names.keys() - expected)
+    if missing or extra:
+        raise ValueError(f"state dict does not fit the config: missing {_some(missing)}; left over {_some(extra)}")
+    return names
 
 
 def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -230,7 +262,7 @@ def _some(names: list[str]) -> str:
     return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "none"
 
 
-_VOCAB_DIM = {"embed/table": 0, "head/kernel": 1}
+VOCAB_DIM = {"embed/table": 0, "head/kernel": 1}
 
 
 def _shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, ...]]:
@@ -244,7 +276,7 @@ def _shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, ...]]:
 
 def _fit(array: np.ndarray, shape: tuple[int, ...], path: str, config: ModelConfig) -> np.ndarray:
     """`array`, its vocabulary padded with zeros to `shape`."""
-    dim = _VOCAB_DIM.get(path)
+    dim = VOCAB_DIM.get(path)
     want = tuple(config.vocab_size if i == dim else size for i, size in enumerate(shape))
     if array.shape != want:
         raise ValueError(f"{path}: the state dict has shape {array.shape}, the config needs {want}")
@@ -252,7 +284,7 @@ def _fit(array: np.ndarray, shape: tuple[int, ...], path: str, config: ModelConf
 
 
 def _unpad(array: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
-    dim = _VOCAB_DIM.get(path)
+    dim = VOCAB_DIM.get(path)
     return array if dim is None else np.take(array, range(config.vocab_size), axis=dim)
 
 

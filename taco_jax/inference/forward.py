@@ -1,0 +1,109 @@
+"""The decoder's forward pass with a kv cache: whole prompts (`prefill`), then a token at a time (`decode`).
+
+The layers are those of `taco_jax.models.decoder`; only what attention looks at is another. All functions run inside a
+shard_map that is manual over all mesh axes, on local shards.
+
+Dims: B batch, L length of the padded prompts, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax import sites
+from taco_jax.inference import cache as kv
+from taco_jax.inference.cache import KVCache
+from taco_jax.inference.settings import Layout
+from taco_jax.models import chains, decoder
+from taco_jax.models.attention import causal, rope_angles
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.norms import norm
+
+
+def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, config: ModelConfig,
+            layout: Layout) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    """(logits float32[B, V] of what follows each prompt, the cache that holds the prompts).
+
+    Args:
+      tokens_BL: int32 ids, row b's prompt in its first lengths_B[b] places; any id of the vocabulary behind them.
+      slots: of the cache, at least L.
+    """
+    par = layout.par
+    params = decoder.use_replicated_params(params, config, par)
+    angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
+
+    def layer(x_BLD, index, of_layer, sites_of):
+        kept = []
+
+        def attend(q_BLNH, k_BLKH, v_BLKH):
+            kept.extend((k_BLKH, v_BLKH))
+            return causal(par)(q_BLNH, k_BLKH, v_BLKH)
+
+        return _layer(x_BLD, of_layer, angles_LH, config, layout, attend, sites_of), tuple(kept)
+
+    x_BLD = decoder.embed(params, tokens_BL, config, par, {})
+    x_BLD, (keys, values) = scan_layers(layer, x_BLD, params["layers"], layout)
+    x_B1D = jnp.take_along_axis(x_BLD, lengths_B[:, None, None] - 1, axis=1)
+    return _logits(params, x_B1D, config, layout), kv.filled(keys, values, slots)
+
+
+def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, config: ModelConfig,
+           layout: Layout) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    """(logits float32[B, V] of what follows, the cache with the tokens put at their positions)."""
+    params = decoder.use_replicated_params(params, config, layout.par)
+    angles_B1H = angles(config, positions_B[:, None])
+
+    def layer(carry, index, of_layer, sites_of):
+        x_B1D, cache = carry
+        written = []
+
+        def attend(q_B1NH, k_B1KH, v_B1KH):
+            written.append(kv.write(cache, index, positions_B, k_B1KH, v_B1KH))
+            return kv.attend(written[0], index, positions_B, q_B1NH)
+
+        x_B1D = _layer(x_B1D, of_layer, angles_B1H, config, layout, attend, sites_of)
+        return (x_B1D, written[0]), None
+
+    x_B1D = decoder.embed(params, tokens_B[:, None], config, layout.par, {}, positions_B[:, None])
+    # The cache is carried, not scanned over: XLA then writes one token into it where it lies.
+    (x_B1D, cache), _ = scan_layers(layer, (x_B1D, cache), params["layers"], layout)
+    return _logits(params, x_B1D, config, layout), cache
+
+
+def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tuple[Any, Any]:
+    """(carry, results stacked over all layers) of `layer(carry, index, parameters, its sites' prefix)`.
+
+    The parameters are indexed where they lie: cutting them into segments first would copy them.
+    """
+    results = []
+    for segment in layout.segments:
+
+        def one(carry, index, sites_of=segment.sites_of):
+            of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacked)
+            return layer(carry, index, of_layer, sites_of)
+
+        with sites.repeat(segment.stop - segment.start):
+            carry, result = lax.scan(one, carry, jnp.arange(segment.start, segment.stop))
+        results.append(result)
+    return carry, results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+
+
+def angles(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+    """`rope_angles`, None for a model with learned positions."""
+    return rope_angles(config, positions) if config.positions == "rope" else None
+
+
+def _layer(x_BLD, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str) -> jax.Array:
+    halves = decoder.halves(config, layout.par, attend, sites_of)
+    (x_BLD,) = chains.side_by_side(halves, layout.par)((x_BLD,), of_layer, layout.scales(), angles)
+    return x_BLD
+
+
+def _logits(params, x_B1D: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
+    x_B1D = norm(x_B1D, params["final_norm"], config.norm_eps)
+    return decoder.head_logits(params, x_B1D, config, layout.par, {})[:, 0]

@@ -1,0 +1,112 @@
+"""The program behind `python -m taco_jax.generate`: prompts on the command line, text on stdout as it comes.
+
+What is not text (times, what was sent) goes to stderr, so that stdout can be used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from taco_jax import cli
+from taco_jax.config import ConfigError
+
+DESCRIPTION = """Go on with prompts, with compressed tensor parallelism.
+
+--prompt takes one prompt or several; several are one batch, and each text is printed when it is whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Go on with prompts."""
+
+    model: str = ""
+    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
+    prompt: tuple[str, ...] = ()
+    """Text to go on with; several texts are one batch."""
+    max_tokens: int = 128
+    """Tokens after which a text ends at the latest."""
+    temperature: float = 0.0
+    """0 takes the most likely token; else logits are divided by it and a token is drawn."""
+    top_k: int = 0
+    """Draw among the so many most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens that have at least this probability together."""
+    seed: int = 0
+    """Seed of what is drawn; prompt number n draws with seed + n."""
+    ignore_eos: bool = False
+    """Go on after a token that ends the text."""
+    tp: int = 1
+    """Tensor-parallel devices."""
+    compression: str = "none"
+    """Codec of the sums over devices: mxfp4, int8h, ... (README), with fields changed after commas: int4h,block=32."""
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
+    min_bytes: int | None = None
+    """Messages below this many bytes are sent exactly; None: as tuned for the link, in decode steps at least 64 KiB."""
+    link: str = "auto"
+    """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
+    backend: str = "auto"
+    """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto."""
+    dtype: str = "bfloat16"
+    """Type of weights and activations: bfloat16, float32 or float16."""
+    devices: str | None = None
+    """'cpu:4' emulates four devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
+
+
+def main(args: Sequence[str]) -> int:
+    config = cli.parse_flags(GenerateConfig(), args, prog="python -m taco_jax.generate", description=DESCRIPTION)
+    for key in ("model", "prompt"):
+        if not getattr(config, key):
+            example = {"model": "--model path/to/model", "prompt": '--prompt "Once upon a time"'}[key]
+            raise ConfigError(f"--{key}: is needed, for example {example}")
+    cli.select_devices(config.devices)
+    # Imported here: errors in the settings then come before the seconds that these imports take.
+    from taco_jax.inference.generator import Generator
+    from taco_jax.inference.sampling import Sampling
+
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+    cli.devices(config.devices)
+    generator = Generator(
+        config.model, tp=config.tp, compression=config.compression, plan=config.plan, min_bytes=config.min_bytes,
+        dtype=config.dtype, link=config.link, backend=config.backend,
+    )  # fmt: skip
+    tokens = generator.generate(
+        config.prompt, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos
+    )
+    _print(tokens, config.prompt)
+    print(report(generator), file=sys.stderr, flush=True)
+    return 0
+
+
+def _print(tokens, prompts: Sequence[str]) -> None:
+    """One prompt: as it comes. Several: each as soon as it is whole."""
+    texts = list(prompts)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        for token in tokens:
+            print(token.text, end="", flush=True)
+        print(flush=True)
+        return
+    for token in tokens:
+        texts[token.row] += token.text
+        if token.end:
+            print(f"--- {token.row + 1} of {len(prompts)}\n{texts[token.row]}", flush=True)
+
+
+def report(generator) -> str:
+    """Times of the last call, and what a device sent for its prompts."""
+    timing = generator.timing
+    lines = [
+        f"time to first token {1e3 * timing.first_token:.0f} ms (after {timing.compiling:.1f} s of compiling); then "
+        f"{timing.tokens_per_second:.1f} tokens/s, {timing.tokens} tokens of {timing.rows} row(s)"
+    ]
+    tables = [table for key, table in generator.programs.tables.items() if key[0] == "prefill"]
+    if tables and generator.mesh.shape["tp"] > 1:
+        sent, bf16 = tables[-1].total()
+        lines.append(
+            f"a device sends {sent / 1e6:.2f} MB of activations for the prompts, {bf16 / 1e6:.2f} MB in bf16: ratio "
+            f"{bf16 / sent:.2f}"
+        )
+    return "\n".join(lines)

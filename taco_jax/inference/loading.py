@@ -1,0 +1,173 @@
+"""A checkpoint onto the mesh: every device's shard of every parameter is read from the file by itself.
+
+    checkpoint = open_checkpoint("path/to/model")      # config, tokenizer and names; no weights yet
+    params = load_params(checkpoint, mesh, jnp.bfloat16)
+
+So no device and no moment needs the whole model: beside what lies on the devices, the host holds one shard of one
+(stacked) parameter. Matrices and tables get the compute dtype, norms and biases stay float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from taco_jax.config import ConfigError
+from taco_jax.inference.tensors import SafetensorsFolder, Tensors
+from taco_jax.inference.text import Tokenizer, read_tokenizer
+from taco_jax.models import huggingface
+from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.huggingface import Source
+from taco_jax.models.params import init_params, param_specs
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a model's files hold. eos: the ids that end a text."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Tensors
+    tokenizer: Tokenizer | None
+    eos: frozenset[int]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a Hugging Face folder, or a .gguf file.
+
+    Raises:
+      ConfigError: no such model, a config that the decoder has not, files that are missing or cut off.
+    """
+    path = Path(path).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        from taco_jax.inference import gguf
+
+        return Checkpoint(path, *gguf.open_file(path))
+    if not path.is_dir():
+        raise ConfigError(
+            f"--model {path}: must be a Hugging Face folder (config.json, tokenizer.json, *.safetensors) or a .gguf "
+            f"file; there is {'a file of another kind' if path.exists() else 'nothing'}"
+        )
+    described = _json(path / "config.json")
+    try:
+        config = huggingface.config_from_hf(described)
+    except KeyError as error:
+        raise ConfigError(f"{path / 'config.json'}: has no key {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    tokenizer = read_tokenizer(path / "tokenizer.json")
+    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described))
+
+
+def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any]:
+    """The decoder's parameters on the mesh, cut over its axis tp as `param_specs` says.
+
+    Raises:
+      ConfigError: a tensor that is missing, left over or of another shape than the config says, with its file.
+    """
+    config, tp = checkpoint.config, mesh.shape["tp"]
+    try:
+        validate(config, tp)
+    except ValueError as error:
+        raise ConfigError(f"tp={tp}: {error}") from None
+    try:
+        names = huggingface.match_names(checkpoint.tensors.names(), config)
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint.path}: {error}") from None
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), tp))
+    sources = huggingface.sources(config)
+
+    def load(path, leaf, spec):
+        at = "/".join(entry.key for entry in path)
+        vectors = len(leaf.shape) - sources[at].stacked == 1
+        reader = _Reader(checkpoint.tensors, names, sources[at], leaf.shape, _real_shape(at, leaf.shape, config))
+        reader.check()
+        target = np.dtype(jnp.float32 if vectors else dtype)
+        return jax.make_array_from_callback(
+            leaf.shape, NamedSharding(mesh, spec), lambda index: reader.read(index, target), dtype=target
+        )
+
+    return jax.tree_util.tree_map_with_path(load, shapes, param_specs(config, tp))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """One of our leaves as pieces of theirs. shape: padded for the mesh; real: without the vocabulary's padding."""
+
+    tensors: Tensors
+    names: Mapping[str, str]
+    source: Source
+    shape: tuple[int, ...]
+    real: tuple[int, ...]
+
+    def check(self) -> None:
+        """Raises ConfigError for a tensor whose shape is not what the config says."""
+        for bare in self.source.names:
+            name = self.names[bare]
+            want, have = self._theirs(self._one(self.real)), self.tensors.shape(name)
+            if have != want:
+                raise ConfigError(
+                    f"{self.tensors.where(name)}: the tensor {name!r} has shape {list(have)}, config.json needs "
+                    f"{list(want)}"
+                )
+
+    def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Our leaf[index], padding filled with zeros."""
+        bounds = [s.indices(size)[:2] for s, size in zip(index, self.shape)]
+        out = np.zeros([stop - start for start, stop in bounds], dtype)
+        layers = range(*bounds[0]) if self.source.stacked else [0]
+        inner = self._one(bounds)
+        # What of the piece is not padding, and where that lies in theirs.
+        there = [(start, max(start, min(stop, size))) for (start, stop), size in zip(inner, self._one(self.real))]
+        offset = self.source.part * self._one(self.real)[-1]
+        taken = [slice(*bound) for bound in there[:-1]] + [slice(there[-1][0] + offset, there[-1][1] + offset)]
+        place = tuple(slice(stop - start) for start, stop in there)
+        if any(start == stop for start, stop in there):
+            return out
+        for layer in layers:
+            piece = self.tensors.read(self.names[self.source.names[layer]], tuple(self._turned(taken)))
+            at = (layer - bounds[0][0], *place) if self.source.stacked else place
+            out[at] = (piece.T if self.source.out_in else piece).astype(dtype)
+        return out
+
+    def _one(self, dims):
+        """Without the dim of layers."""
+        return dims[1:] if self.source.stacked else dims
+
+    def _turned(self, dims):
+        return dims[::-1] if self.source.out_in else dims
+
+    def _theirs(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._turned((*ours[:-1], ours[-1] * self.source.parts)))
+
+
+def _real_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    dim = huggingface.VOCAB_DIM.get(path)
+    return tuple(config.vocab_size if d == dim else size for d, size in enumerate(shape))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a model's folder must have it") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _eos(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """generation_config.json has the last word: instruction-tuned models end their turns by more ids there."""
+    extra = folder / "generation_config.json"
+    ids = (_json(extra) if extra.is_file() else {}).get("eos_token_id", config.get("eos_token_id"))
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

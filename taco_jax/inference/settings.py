@@ -1,0 +1,139 @@
+"""What inference compresses: the sums after row-parallel products (arXiv 2411.09510), each with a codec of its own.
+
+A codec is written as a preset's name, with fields changed after commas: "mxfp4", "int4h,block=32,scale=e8m0".
+
+The sites are layers/0/attn/out, layers/0/mlp/down, layers/1/attn/out and so on; the patterns of a plan match these
+names, and "layers/mlp/down" means that site of all layers. Layers that follow each other and send alike are one
+segment, which is compiled as one layer and has one row in the site table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from taco_jax import tuned
+from taco_jax.codec import Codec, as_codec
+from taco_jax.config import ConfigError, nearest
+from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.parallel import Parallel
+from taco_jax.plan import Compression, Plan
+from taco_jax.scales import SiteScales
+
+ROWS = ("attn/out", "mlp/down")
+DTYPES = ("bfloat16", "float32", "float16")
+DECODE_MIN_BYTES = 1 << 16
+"""A decode step's messages below this are exact where the link's own limit is lower (as on emulated devices): they
+are bound by latency, and their bytes do not count beside those of the prompt."""
+
+
+def parse_codec(text: str, key: str = "compression") -> Codec:
+    """The codec of "PRESET[,FIELD=VALUE...]". Raises ConfigError, naming key, value and what would work."""
+    name, *changes = text.split(",")
+    fields: dict[str, Any] = {}
+    for change in changes:
+        field, _, value = change.partition("=")
+        known = [f.name for f in dataclasses.fields(Codec)]
+        if field not in known or not value:
+            raise ConfigError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {nearest(field, known)}")
+        fields[field] = int(value) if value.isdigit() else value
+    try:
+        return dataclasses.replace(as_codec(name, key), **fields)
+    except ValueError as error:
+        raise ConfigError(f"{key}={text!r}: {error}") from None
+
+
+class Segment(NamedTuple):
+    """Layers start to stop - 1, whose sites' names begin with sites_of."""
+
+    sites_of: str
+    start: int
+    stop: int
+
+
+class Layout(NamedTuple):
+    """How a program runs: its settings, and the segments of layers that its plan names."""
+
+    par: Parallel
+    segments: tuple[Segment, ...]
+
+    def scales(self) -> dict[str, SiteScales]:
+        """The site scale 1 for every site whose codec's scale is ue5m3: its byte then spans 2^-15 to 2^16 in steps of
+        an eighth, which holds the block scales of any activations, and nothing is calibrated."""
+        fixed = lambda c: c is not None and as_codec(c.forward).scale == "ue5m3"
+        return {site: SiteScales(jnp.zeros((2,), jnp.int32)) for site, c in self.par.plan if fixed(c)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a model runs on its mesh. compression, plan and min_bytes as of `taco_jax.Generator`."""
+
+    tp: int = 1
+    compression: str | Codec | Compression | None = None
+    plan: Mapping[str, str | Codec | Compression | None] = dataclasses.field(default_factory=dict)
+    min_bytes: int | None = None
+    dtype: str = "bfloat16"
+    link: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+
+    def layout(self, config: ModelConfig, device, *, decoding: bool) -> Layout:
+        """Of the program that takes whole prompts, or of the one that takes a token of each row.
+
+        Raises:
+          ConfigError: a codec or a pattern that there is not, or a tp that does not fit the model.
+        """
+        try:
+            validate(config, self.tp)
+            of_layers = self._resolve(config.n_layers, device, decoding)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from None
+        plan: dict[str, Compression | None] = {"embed": None, "head": None}
+        segments, start = [], 0
+        for both, layers in itertools.groupby(of_layers):
+            stop = start + len(list(layers))
+            whole = stop - start == config.n_layers
+            segments.append(Segment("layers" if whole else f"layers/{start}-{stop - 1}", start, stop))
+            enters = ("attn/qkv", "mlp/up")  # their messages are the gradients'
+            plan |= {f"{segments[-1].sites_of}/{site}": c for site, c in zip((*ROWS, *enters), (*both, None, None))}
+            start = stop
+        return Layout(Parallel(plan=plan, dtype=self.dtype), tuple(segments))
+
+    def _resolve(self, n_layers: int, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
+        """How each layer sends: a value for each of ROWS."""
+        rules = {
+            pattern: self._compression(value, f"plan {pattern}", device, decoding)
+            for pattern, value in self.plan.items()
+        }
+        rest = self._compression(self.compression, "compression", device, decoding)
+        names = {f"layers/{layer}/{row}": (layer, row) for layer in range(n_layers) for row in ROWS}
+        general = [f"layers/{row}" for row in ROWS]
+        Plan(rules).resolve([*general, *names])  # refuses what matches nothing
+
+        def lookup(name: str, row: str) -> Compression | None:
+            matches = lambda pattern: any(fnmatch.fnmatchcase(n, pattern) for n in (name, f"layers/{row}"))
+            return next((c for pattern, c in rules.items() if matches(pattern)), rest)
+
+        return [tuple(lookup(f"layers/{layer}/{row}", row) for row in ROWS) for layer in range(n_layers)]
+
+    def _compression(self, value, key: str, device, decoding: bool) -> Compression | None:
+        codec = parse_codec(value, key) if isinstance(value, str) else value
+        if codec is None or (isinstance(codec, Codec) and codec.exact):
+            return None
+        if not isinstance(codec, Compression):
+            codec = Compression(codec, codec, self.min_bytes, link=self.link, backend=self.backend)
+        if decoding and codec.min_bytes is None:
+            name = as_codec(codec.forward).name
+            least = max(tuned.default_min_bytes(name, self.tp, device, codec.link), DECODE_MIN_BYTES)
+            codec = dataclasses.replace(codec, min_bytes=least)
+        return codec
