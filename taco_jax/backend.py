@@ -30,6 +30,7 @@ from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnava
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
 from pallas_kernels.devices import region_device
+from pallas_kernels.selection import TOKEN
 from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
 from taco_jax.compat import as_varying, varying_axes
 from taco_jax.plan import BACKENDS
@@ -56,6 +57,11 @@ def to_format(codec: Codec, *, encodes: bool = True) -> Format:
     return Format(codec.element, codec.block, codec.rotation, codec.scale, rounding)
 
 
+def block_of(codec: Codec) -> int | str:
+    """The codec's block as the choice of a kernel takes it."""
+    return TOKEN if codec.per_token else codec.block
+
+
 def choose(
     codec: str | Codec,
     device,
@@ -76,7 +82,7 @@ def choose(
     if codec.exact:
         return "jax.lax", "codec none sends values as they are"
     spec = KernelSpec(
-        operation, codec.name, codec.element, codec.block, codec.rotation, codec.scale, str(jnp.dtype(dtype)), elements,
+        operation, codec.name, codec.element, block_of(codec), codec.rotation, codec.scale, str(jnp.dtype(dtype)), elements,
         codec.rounding, geometry,
     )  # fmt: skip
     return choose_kernel(spec, device, force=None if backend == "auto" else backend)
