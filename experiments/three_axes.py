@@ -40,9 +40,9 @@ config = TrainConfig(
     data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,
     optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=40),
-    steps=300,
+    steps=240,
     checkpoint=CheckpointConfig(enabled=False),
-    evaluation=EvalConfig(every=150),
+    evaluation=EvalConfig(every=120),
     workdir="runs/three_axes",
     devices="cpu:8",
 )
