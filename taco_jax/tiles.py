@@ -17,9 +17,8 @@ of 4 bits that another could have.
 Source: TAH-Quant (arXiv 2506.01352): tiles, 4 bits for 80 % and 3 bits for the rest, Hadamard transform after a pivot
 swap. Departures: (1) there the pivot is swapped to where the transform makes it a constant, which the zero point takes
 away; sending it by itself is the same without a zero point, and exact. (2) There the entropy of a token's or tile's
-energies chooses, before the rotation, so tiles with outliers take 3 bits; max|z| after it is right for squared errors
-(5 dB better without a pivot on channels that are outliers). (3) There only tiles with an outlier are rotated; here all.
-(4) Tiles of 128, not 64: fewer bytes for d, v and s.
+energies chooses, before the rotation, so tiles with outliers take 3 bits; squared errors ask for max|z|. (3) There only
+tiles with an outlier are rotated; here all. (4) Tiles of 128, not 64: fewer bytes for d, v and s.
 
 Dim letters: M tiles, B elements of a tile; leading dims ("...") are separate messages.
 """

@@ -249,7 +249,7 @@ def test_layers_force_a_backend_too():
 
 def test_formats_are_codecs():
     for name, codec in CODECS.items():
-        if name in ("none", "taco_paper"):
+        if codec.exact or backend.without_format(codec):
             continue
         fmt = backend.to_format(codec)
         assert fmt.wire_bytes(1000) == codec.wire_bytes(1000), name

@@ -109,7 +109,7 @@ def test_dry_run():
         "  link         NCCL's: link=auto takes no NVLink kernels in stages",
     ):
         assert line in text.splitlines(), line
-    assert re.search(r"^  pp/act +forward +ppermute +pp +int8h +18 ", text, re.M)
+    assert re.search(r"^  pp/act +forward +ppermute +pp +int8_token +18 ", text, re.M)
     assert re.search(r"^  pp/act +backward +ppermute +pp +e4m3h +18 ", text, re.M)
     assert re.search(r"^  TP and PP activation traffic .* MB a step, .*x less than bf16", text, re.M)
-    assert "messages from" in text and "int8h        messages" not in text
+    assert "messages from" in text and "int8_token   messages" not in text

@@ -19,7 +19,6 @@ from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
-from pallas_kernels.selection import only_in_jnp
 from taco_jax import backend, sites
 from taco_jax.collectives import one_shot, two_shot
 from taco_jax.collectives.by_mesh import by_mesh
@@ -62,8 +61,7 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
         return reason
     if len(axis_tuple(message.axis)) != 1:
         return f"it goes over the axes {message.axis}, and NVLink kernels over one"
-    codec = message.codec
-    if (reason := only_in_jnp(codec.name, codec.element, backend.block_of(codec), codec.scale)) is not None:
+    if (reason := backend.without_format(message.codec)) is not None:
         return reason
     if message.with_stats:
         return "statistics are counted by the jnp codec"
