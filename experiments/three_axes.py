@@ -4,6 +4,8 @@ trains     1.1M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv heads
            Austen's novels, which come with the package; tensor-parallel messages in taco, activations between stages in
            int8_token and back in e4m3h, gradients over dp in int8h with the optimiser's state in shares
 hardware   8 emulated CPU devices, dp 2 x pp 2 x tp 2; two cores and 4 GB of memory
+takes      TAKES
+reaches    REACHES
 command    python -m taco_jax.train --config experiments/three_axes.py
 
 experiments/three_axes_study.py compares it with the exact twin, by seed.

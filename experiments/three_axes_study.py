@@ -5,8 +5,8 @@
 Trains experiments/three_axes.py (dp 2, pp 2, tp 2) once for each seed and variant, in a process of its own; other flags
 go to the trainer of every run. Runs that OUT/summary.json has are kept, so a study can be continued or extended.
 
-variant     exact: nothing compressed. compressed: tp in taco, stages in int8_token forward and e4m3h backward, gradients
-            over dp in int8h. tah4: as compressed, activations between stages in 3 or 4 bits. All with ZeRO-1
+variant     exact: nothing compressed. compressed: tp in taco, stages in int8_token forward and e4m3h backward,
+            gradients over dp in int8h. tah4: as compressed, activations between stages in 3 or 4 bits. All with ZeRO-1
 criterion   as in seed_study.py: paired by seed, mean difference to `exact` within 0.5 %, or means within one standard
             deviation of its losses
 output      OUT/summary.json (every run and the comparison), OUT/README.md (hardware, commit, command, table),

@@ -87,8 +87,8 @@ def choose(
     if codec.exact:
         return "jax.lax", "codec none sends values as they are"
     spec = KernelSpec(
-        operation, codec.name, codec.element, _block(codec), codec.rotation, codec.scale, str(jnp.dtype(dtype)), elements,
-        codec.rounding, geometry,
+        operation, codec.name, codec.element, _block(codec), codec.rotation, codec.scale, str(jnp.dtype(dtype)),
+        elements, codec.rounding, geometry,
     )  # fmt: skip
     return choose_kernel(spec, device, force=None if backend == "auto" else backend)
 

@@ -93,7 +93,7 @@ class Codec:
 
     def _check_token(self) -> None:
         if self.token not in (0, self.block):
-            raise ValueError(f"token={self.token} with block={self.block!r}: is set by Codec.of alone; use block='token'")
+            raise ValueError(f"token={self.token} with block={self.block!r}: only Codec.of sets it; use block='token'")
         if self.rotation != "none" or self.mixed:
             what = f"element={self.element!r}" if self.mixed else f"rotation={self.rotation!r}"
             raise ValueError(f"block='token' with {what}: a token has any size; use rotation='none', or block=128")

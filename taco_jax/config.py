@@ -17,6 +17,9 @@ from typing import Any
 from taco_jax.models.config import ModelConfig
 from taco_jax.pipeline.schedule import Schedule
 
+# Tokens of a sequence from which sequence parallelism is on by itself (experiments/results/sequence_parallel).
+LONG_SEQUENCE = 2048
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. Its message is one line: key, value, rule, what would work. Exit code 2."""
@@ -231,8 +234,8 @@ class TrainConfig:
     """Ask XLA for results that repeat bit for bit on GPU (the CPU's always do)."""
     compute_dtype: str = "bfloat16"
     """Type of activations and of weights at use: bfloat16, float32 or float16; master weights are float32."""
-    sequence_parallel: bool = False
-    """Keep activations between layers cut along the sequence (psum_scatter and all_gather instead of all-reduces)."""
+    sequence_parallel: bool | None = None
+    """Keep activations between layers cut along the sequence; None: where it pays, which the dry run says, with why."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
     chains: int = 1
@@ -254,6 +257,29 @@ def microbatch(config: TrainConfig) -> int:
     schedule = pipeline_schedule(config)
     parts = config.mesh.dp * config.accumulation * (1 if schedule is None else schedule.microbatches)
     return config.global_batch // parts
+
+
+def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
+    """Whether activations between layers are cut along the sequence, and why.
+
+    A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what is kept between layers
+    for the backward pass, and what a rank sends to the next stage, is 1 / tp. Where tp is 2 a value is quantised twice
+    instead of once.
+    """
+    length, tp = config.data.sequence_length, config.mesh.tp
+    if config.sequence_parallel is not None:
+        return config.sequence_parallel, "as configured"
+    if tp == 1:
+        return False, "tp is 1"
+    if length % tp:
+        return False, f"tp {tp} does not divide the {length} tokens of a sequence"
+    if config.chains > 1:
+        return False, "chains put messages beside products for whole sequences only"
+    if config.mesh.pp > 1:
+        return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
+    if length >= LONG_SEQUENCE:
+        return True, f"{length} tokens a sequence: activations between layers take 1/{tp} of the memory"
+    return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}: little memory to save"
 
 
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
-from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule
+from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule, sequence_parallel
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder
@@ -109,7 +109,7 @@ class Program:
         self.batch_sharding = NamedSharding(mesh, P("dp"))
         self.parallel = Parallel(
             plan=resolve_plan(config),
-            sequence_parallel=config.sequence_parallel,
+            sequence_parallel=sequence_parallel(config)[0],
             remat=config.remat,
             chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),

@@ -69,7 +69,7 @@ def encode(x: jax.Array, rotation: str, random: jax.Array | None) -> tuple[jax.A
 
     random: noise of stochastic rounding, x's shape; None rounds to nearest.
     """
-    n_tiles, high = x.shape[-2], n_high(x.shape[-2])
+    high = n_high(x.shape[-2])
     d = jnp.argmax(jnp.abs(x), axis=-1)
     at_d = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == d[..., None]
     v = jnp.sum(jnp.where(at_d, x, 0.0), axis=-1)

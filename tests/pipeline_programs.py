@@ -22,6 +22,7 @@ EXACT = TrainConfig(
     data=DataConfig(sequence_length=16),
     global_batch=16,
     compute_dtype="float32",
+    sequence_parallel=False,
 )
 COMPRESSED = dataclasses.replace(
     EXACT, compression=CompressionConfig("taco", "int8h", min_bytes=0), pipeline=PipelineConfig()

@@ -36,6 +36,17 @@ def test_gradients_equal_those_of_one_device(config, mesh):
     assert_as_on_one_device(config, **mesh)
 
 
+def test_ranks_of_a_stage_send_a_part_each():
+    """Sequence parallelism is on by itself between stages: the same gradients, 1 / tp of what each rank sends."""
+    config = on(EXACT, pp=2, tp=2, sequence_parallel=None)
+    got, want = gradients(config), gradients(on(EXACT))
+    assert got.loss == pytest.approx(want.loss, rel=1e-6)
+    assert_gradients_close(got.grads, want.grads, exact=True)
+    values = config.global_batch * config.data.sequence_length * config.model.d_model
+    sent = [row.elements for row in got.table.rows() if row.site == "pp/act"]
+    assert sent == 2 * [values // 4 // 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name, sizes, options", [
@@ -111,7 +122,7 @@ def test_measures_are_those_without_a_pipeline_where_stages_send_exactly(schedul
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("circular", marks=pytest.mark.slow)])
 def test_stages_send_in_three_and_four_bits(schedule):
-    """tah4 both ways: its bytes, the quality that it has by itself, and gradients that still point where they should."""
+    """tah4 both ways: its bytes, the quality that it has by itself, and gradients that point where they should."""
     pipeline = dataclasses.replace(COMPRESSED.pipeline, forward="tah4", backward="tah4")
     config = on(dataclasses.replace(EXACT, pipeline=pipeline), pp=2, schedule=schedule)
     got, exact = gradients(config, True), gradients(on(EXACT))

@@ -167,8 +167,8 @@ def _with_largest(x):
 
 def test_zeros_and_extremes():
     x = gaussian(1200, seed=2)
-    cases = {"zero": 0 * x, "one": np.eye(1, 1200, 5, dtype=np.float32)[0] * 3, "tiny": x * np.float32(1e-30),
-             "huge": x * np.float32(1e30), "most": np.full(128, np.finfo(np.float32).max) * np.eye(1, 128, 7)[0]}  # fmt: skip
+    most = np.finfo(np.float32).max * np.eye(1, 128, 7)[0]
+    cases = {"zero": 0 * x, "one": 3 * np.eye(1, 1200, 5)[0], "tiny": 1e-30 * x, "huge": 1e30 * x, "most": most}
     cases = {key: value.astype(np.float32) for key, value in cases.items()}
     y = {key: np.asarray(value) for key, value in round_trip(TAH4, cases).items()}
     np.testing.assert_array_equal(y["zero"], 0)
