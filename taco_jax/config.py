@@ -262,9 +262,10 @@ def microbatch(config: TrainConfig) -> int:
 def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
     """Whether activations between layers are cut along the sequence, and why.
 
-    A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what is kept between layers
-    for the backward pass, and what a rank sends to the next stage, is 1 / tp. Where tp is 2 a value is quantised twice
-    instead of once.
+    A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what a rank sends to the
+    next stage, and what the backward pass keeps of norms and residuals, is 1 / tp. With remat that is hardly anything:
+    it keeps what messages brought, so that none is sent twice, and what an all_gather brings is whole. Where tp is 2 a
+    value is quantised twice instead of once.
     """
     length, tp = config.data.sequence_length, config.mesh.tp
     if config.sequence_parallel is not None:
@@ -277,9 +278,11 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "chains put messages beside products for whole sequences only"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
-    if length >= LONG_SEQUENCE:
-        return True, f"{length} tokens a sequence: activations between layers take 1/{tp} of the memory"
-    return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}: little memory to save"
+    if config.remat != "none":
+        return False, f"remat {config.remat} leaves little memory to save"
+    if length < LONG_SEQUENCE:
+        return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}"
+    return True, f"{length} tokens a sequence: what is kept between layers takes 1/{tp} of the memory"
 
 
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:

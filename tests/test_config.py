@@ -240,12 +240,21 @@ def test_rules(changes, message):
 @pytest.mark.parametrize(
     "changes, on, why",
     [
-        ({"mesh": MeshConfig(tp=4)}, True, "2048 tokens a sequence: activations between layers take 1/4 of the memory"),
+        (
+            {"mesh": MeshConfig(tp=4)},
+            True,
+            "2048 tokens a sequence: what is kept between layers takes 1/4 of the memory",
+        ),
         ({"mesh": MeshConfig(tp=4), "sequence_parallel": False}, False, "as configured"),
         ({"mesh": MeshConfig(dp=4)}, False, "tp is 1"),
         ({"mesh": MeshConfig(tp=3)}, False, "tp 3 does not divide the 2048 tokens of a sequence"),
         ({"mesh": MeshConfig(tp=2), "chains": 2}, False, "chains put messages beside products"),
-        ({"mesh": MeshConfig(tp=2), "data": DataConfig(sequence_length=1024)}, False, "below 2048: little memory"),
+        (
+            {"mesh": MeshConfig(tp=2), "data": DataConfig(sequence_length=1024)},
+            False,
+            "1024 tokens a sequence, below 2048",
+        ),
+        ({"mesh": MeshConfig(tp=2), "remat": "full"}, False, "remat full leaves little memory to save"),
         ({"mesh": MeshConfig(tp=2), "data": DataConfig(), "sequence_parallel": True}, True, "as configured"),
         (
             {"mesh": MeshConfig(pp=2, tp=2), "data": DataConfig(sequence_length=128)},
