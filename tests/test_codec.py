@@ -128,7 +128,7 @@ def test_bits():
         assert CODECS[name].bits == bits
         assert 16 / bits == pytest.approx(ratio, abs=0.006), name
         n = 1 << 20
-        assert CODECS[name].wire_bytes(n) * 8 / n == pytest.approx(bits, rel=1e-3)  # what the layout adds is small
+        assert CODECS[name].wire_bytes(n) * 8 / n == pytest.approx(bits, rel=2e-3)  # what the layout adds is small
 
 
 # Shapes and dtypes
