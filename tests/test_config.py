@@ -238,6 +238,23 @@ def test_rules(changes, message):
 
 
 @pytest.mark.parametrize(
+    "flags, value",
+    [
+        ([], None),
+        (["--sequence-parallel"], True),
+        (["--sequence_parallel", "--seed", "3"], True),
+        (["--no-sequence-parallel"], False),
+        (["--sequence-parallel", "False"], False),
+        (["--sequence-parallel", "None"], None),
+    ],
+)
+def test_a_flag_that_may_be_none_can_stand_alone(flags, value):
+    assert cli.parse(flags).sequence_parallel is value
+    with pytest.raises(ConfigError, match="sequence-parallel"):
+        cli.parse(["--sequence-parallel", "maybe"])
+
+
+@pytest.mark.parametrize(
     "changes, on, why",
     [
         (
