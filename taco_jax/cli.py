@@ -117,7 +117,7 @@ def _check_flags(args: Sequence[str], known: set[str]) -> None:
 
 
 def _spelled_out(args: Sequence[str], cls: type) -> list[str]:
-    """A flag of True, False or None may stand alone, as one of True or False does: --a is --a True, --no-a --a False."""
+    """Flags of True, False or None may stand alone, as others do: --a is --a True, --no-a is --a False."""
     hints = typing.get_type_hints(cls)
     optional = {
         f"--{name.replace('_', '-')}" for name, hint in hints.items() if typing.get_args(hint) == (bool, NoneType)
