@@ -1,11 +1,11 @@
 """All three axes at once: data, pipeline and tensor parallelism on any machine with two CPU cores.
 
-trains     1.1M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of Jane
+trains     0.85M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv heads, SwiGLU, qkv bias) on the bytes of Jane
            Austen's novels, which come with the package; tensor-parallel messages in taco, activations between stages in
            int8_token and back in e4m3h, gradients over dp in int8h with the optimiser's state in shares
 hardware   8 emulated CPU devices, dp 2 x pp 2 x tp 2; two cores and 4 GB of memory
-takes      TAKES
-reaches    REACHES
+takes      14 minutes beside much other work on two x86-64 cores
+reaches    validation loss 1.67 nats per byte, compressed and exact (experiments/results/three_axes)
 command    python -m taco_jax.train --config experiments/three_axes.py
 
 experiments/three_axes_study.py compares it with the exact twin, by seed.
@@ -38,7 +38,6 @@ config = TrainConfig(
     mesh=MeshConfig(dp=2, pp=2, tp=2),
     pipeline=PipelineConfig(microbatches=2),
     data_parallel=DataParallelConfig(gradients="int8h", zero1=True),
-    sequence_parallel=True,
     data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,
     optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=40),

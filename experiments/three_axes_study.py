@@ -109,7 +109,7 @@ def table(comparison: dict) -> list[str]:
         seeds = ", ".join(f"{seed}: {loss:.4f}" for seed, loss in row["seeds"].items())
         lines.append(
             f"| {variant} | {tp} | {forward}, {backward} | {gradients} | {row['ratio']:.2f}x less | {row['mean']:.4f} "
-            f"| {row['std']:.4f} | {compared(row)} | {seeds} |"
+            f"| {row['std']:.4f} | {compared(row)} {seeds} |"
         )
     return lines
 
