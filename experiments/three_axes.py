@@ -5,7 +5,7 @@ trains     0.85M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv head
            int8_token and back in e4m3h, gradients over dp in int8h with the optimiser's state in shares
 hardware   8 emulated CPU devices, dp 2 x pp 2 x tp 2; two cores and 4 GB of memory
 takes      14 minutes beside much other work on two x86-64 cores
-reaches    validation loss 1.67 nats per byte, compressed and exact (experiments/results/three_axes)
+reaches    validation loss 1.67 nats per byte, compressed or exact (experiments/results/three_axes)
 command    python -m taco_jax.train --config experiments/three_axes.py
 
 experiments/three_axes_study.py compares it with the exact twin, by seed.
