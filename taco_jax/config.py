@@ -98,8 +98,8 @@ class PipelineConfig:
 class DataParallelConfig:
     """What data-parallel ranks send each other, and what each of them holds."""
 
-    gradients: str = "none"
-    """Codec of the gradients' sum over dp (int8h, int4h, ...); sdp4: int8h inside a host, int4h between hosts; none."""
+    gradients: str = "int8h"
+    """Codec of the gradients' sum over dp; sdp4: int8h inside a host, int4h between hosts; none sums them exactly."""
     zero1: bool = False
     """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
     parameters: str = "none"
