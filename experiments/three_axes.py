@@ -4,7 +4,7 @@ trains     0.85M parameters (4 layers, width 128, RMSNorm, RoPE, grouped kv head
            Jane Austen's novels, which come with the package; tensor-parallel messages in taco, activations between
            stages in int8_token and back in e4m3h, gradients over dp in int8h with the optimiser's state in shares
 hardware   8 emulated CPU devices, dp 2 x pp 2 x tp 2; two cores and 4 GB of memory
-takes      12 minutes or more beside much other work on two x86-64 cores
+takes      11 to 26 minutes beside much other work on two x86-64 cores
 reaches    validation loss 1.67 nats per byte, compressed or exact (experiments/results/three_axes)
 command    python -m taco_jax.train --config experiments/three_axes.py
 
