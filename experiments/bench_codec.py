@@ -28,6 +28,7 @@ from taco_jax import backend, cli
 from taco_jax.codec import CODECS
 
 OPERATIONS = ("encode", "decode", "reduce")
+WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or backend.without_format(codec))]
 RANKS = 4
 
 
@@ -159,13 +160,16 @@ def plot(results: dict, fastest: float, path: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codecs", default=",".join(c for c in CODECS if c not in ("none", "taco_paper")))
+    parser.add_argument("--codecs", default=",".join(WITH_KERNELS))
     parser.add_argument("--implementations", default="auto", help="mosaic,triton or auto: what the device takes")
     parser.add_argument("--elements", type=int, default=8192 * 132 * 16 * 16, help="bf16 elements of x")
     parser.add_argument("--no-xla", action="store_true", help="leave the XLA codec out")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
     codecs = runs.codecs(args.codecs, pairs=False, exact=False)
+    for name in codecs:
+        reason = backend.without_format(CODECS[name])
+        runs.require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
     implementations = runs.choices("--implementations", args.implementations, backend.BACKENDS)
     whole = args.elements > 0 and args.elements % (8192 * RANKS) == 0
     rule = f"must be a positive multiple of {8192 * RANKS}, whole tiles of {RANKS} messages"

@@ -16,6 +16,7 @@ then `python -m taco_jax.plot runs/quickstart runs/quickstart-none`.
 from taco_jax.config import (
     CheckpointConfig,
     DataConfig,
+    DataParallelConfig,
     EvalConfig,
     MeshConfig,
     ModelConfig,
@@ -36,6 +37,8 @@ config = TrainConfig(
         qkv_bias=True,
     ),
     mesh=MeshConfig(dp=2, tp=4),
+    # The one thing that is compressed is what tensor-parallel ranks send.
+    data_parallel=DataParallelConfig(gradients="none"),
     # A message has 16 x 128 x 256 elements: each of the four ranks' parts fills whole 1,024-byte tiles of the wire.
     data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,

@@ -18,9 +18,16 @@ from pallas_kernels.formats import CODEC_BLOCKS, ELEMENTS, ROTATIONS, ROUNDINGS,
 
 BACKENDS = ("jnp", "mosaic", "triton")
 OPERATIONS = ("encode", "reduce", "decode")
+# Elements and blocks that only the jnp reference has, and why. The codec of a preset: `tah4`, `int8_token`.
+ONLY_IN_JNP = {
+    "int3_4": "element int3_4 chooses between 4 and 3 bits tile by tile, in order of their size: no kernel sorts tiles",
+    "int3": "element int3 has no kernel",
+}
+TOKEN = "token"
+TOKENS = "codec {!r} has one scale a token, whose size may be any: kernels have blocks of a power of two"
 _VALID = {
     "operation": OPERATIONS,
-    "element": (*ELEMENTS, "none"),
+    "element": (*ELEMENTS, *ONLY_IN_JNP, "none"),
     "rotation": ROTATIONS,
     "scale": (*SCALE_BYTES, "paper"),
     "rounding": ROUNDINGS,
@@ -49,7 +56,7 @@ class KernelSpec:
     operation: str  # one of OPERATIONS
     codec_name: str  # preset name, or any label for a codec that is not a preset
     element: str  # "e4m3", "int8", "e2m1", ...
-    block: int  # elements that share one scale
+    block: int | str  # elements that share one scale; TOKEN: the last dim of x
     rotation: str  # "none", "hadamard", "signed_hadamard"
     scale: str  # "ue5m3", "bfloat16", "e8m0", "float32", "site", "paper"
     dtype: str  # dtype of x: "bfloat16", "float16", "float32"
@@ -62,7 +69,7 @@ class KernelSpec:
             value = getattr(self, field)
             if value not in valid:
                 raise ValueError(f"KernelSpec.{field}={value!r} is unknown; {_did_you_mean(value, valid)}")
-        if self.block not in CODEC_BLOCKS:
+        if self.block not in (*CODEC_BLOCKS, TOKEN):
             raise ValueError(f"KernelSpec.block={self.block} must be one of {', '.join(map(str, CODEC_BLOCKS))}")
         if self.elements < 0:
             raise ValueError(f"KernelSpec.elements={self.elements} must not be negative")
@@ -143,8 +150,9 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
     """Why `backend` cannot run `spec` on the devices that it is for; None if it can."""
     if spec.element == "none":
         return NOTHING_TO_ENCODE
-    if spec.scale == "paper":
-        return PAPER
+    reason = only_in_jnp(spec.codec_name, spec.element, spec.block, spec.scale)
+    if reason is not None:
+        return reason
     if spec.scale == "site" and ELEMENTS[spec.element][4] is None:
         return NO_NAN.format(spec.element)
     if spec.elements == 0:
@@ -156,6 +164,13 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
         return _triton_missing() or load(backend).obstacle(spec.format, spec.operation, spec.dtype)
     where = spec.elements if spec.geometry is None else spec.geometry
     return load(backend).obstacle(spec.format, spec.operation, spec.dtype, where)
+
+
+def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> str | None:
+    """Why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
+    if scale == "paper":
+        return PAPER
+    return TOKENS.format(codec_name) if block == TOKEN else ONLY_IN_JNP.get(element)
 
 
 def _triton_missing() -> str | None:

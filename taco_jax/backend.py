@@ -30,6 +30,7 @@ from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnava
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
 from pallas_kernels.devices import region_device
+from pallas_kernels.selection import TOKEN, only_in_jnp
 from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
 from taco_jax.compat import as_varying, varying_axes
 from taco_jax.plan import BACKENDS
@@ -56,6 +57,16 @@ def to_format(codec: Codec, *, encodes: bool = True) -> Format:
     return Format(codec.element, codec.block, codec.rotation, codec.scale, rounding)
 
 
+def without_format(codec: Codec) -> str | None:
+    """Why only the jnp reference has this codec, on every device; None if it has a `Format`."""
+    return only_in_jnp(codec.name, codec.element, _block(codec), codec.scale)
+
+
+def _block(codec: Codec) -> int | str:
+    """As the choice of a kernel takes it."""
+    return TOKEN if codec.per_token else codec.block
+
+
 def choose(
     codec: str | Codec,
     device,
@@ -76,8 +87,8 @@ def choose(
     if codec.exact:
         return "jax.lax", "codec none sends values as they are"
     spec = KernelSpec(
-        operation, codec.name, codec.element, codec.block, codec.rotation, codec.scale, str(jnp.dtype(dtype)), elements,
-        codec.rounding, geometry,
+        operation, codec.name, codec.element, _block(codec), codec.rotation, codec.scale, str(jnp.dtype(dtype)),
+        elements, codec.rounding, geometry,
     )  # fmt: skip
     return choose_kernel(spec, device, force=None if backend == "auto" else backend)
 
@@ -276,4 +287,5 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
     "encode", "implementation", "note", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
+    "without_format",
 ]  # fmt: skip

@@ -15,8 +15,10 @@ import re
 import runpy
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
@@ -48,6 +50,7 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
 
     if not {"-h", "--help"} & set(args):
         _check_flags(args, {key.replace("_", "-") for key in keys(default)} | {"help", *more})
+        args = _spelled_out(args, type(default))
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -111,6 +114,24 @@ def _check_flags(args: Sequence[str], known: set[str]) -> None:
         positive = f"{prefix}.{last.removeprefix('no-')}".lstrip(".")
         if flag not in known and not (last.startswith("no-") and positive in known):
             raise ConfigError(f"unknown option --{flag}; {_nearest_flag(flag, known)}")
+
+
+def _spelled_out(args: Sequence[str], cls: type) -> list[str]:
+    """Flags of True, False or None may stand alone, as others do: --a is --a True, --no-a is --a False."""
+    hints = typing.get_type_hints(cls)
+    optional = {
+        f"--{name.replace('_', '-')}" for name, hint in hints.items() if typing.get_args(hint) == (bool, NoneType)
+    }
+    out = []
+    for arg, following in zip(args, [*args[1:], "--"]):
+        flag = arg.replace("_", "-")
+        negated = flag.replace("--no-", "--", 1)
+        out.append(negated if flag != negated and negated in optional else arg)
+        if out[-1] != arg:
+            out.append("False")
+        elif flag in optional and following.startswith("--"):
+            out.append("True")
+    return out
 
 
 def _nearest_flag(flag: str, known: set[str]) -> str:

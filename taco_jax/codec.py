@@ -6,7 +6,11 @@ For a block x of B elements and the orthonormal Hadamard matrix H:
     q = cast(clip(z / s, -Qmax, Qmax));   x' = H (s q)
 
 Source: TACO (arXiv 2604.24088) for blockwise scaling + Hadamard + FP8, arXiv 2411.09510 for the MX presets. The scale
-byte of `taco` (ue5m3, relative to the site scale 2^a) is in `block_scale.py`, the byte layout in `wire.py`.
+byte of `taco` (ue5m3, relative to the site scale 2^a) is in `block_scale.py`, the byte layout in `wire.py`, the element
+int3_4 of `tah4`, whose blocks have 3 or 4 bits, in `tiles.py`.
+
+A block is a run of the flattened array, or, with block="token", the array's last dim: LLM.int8() (arXiv 2208.07339)
+scales a token's int8 values so. Such a codec is made one with a number as soon as an array is known (`of`).
 
 Dim letters: M blocks of a message, B elements of a block; leading dims ("...") are separate messages.
 """
@@ -20,7 +24,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from taco_jax import block_scale, noise, wire
+from taco_jax import block_scale, noise, tiles, wire
 from taco_jax.block_scale import UNCALIBRATED
 from taco_jax.elements import ELEMENTS, from_codes, to_codes
 from taco_jax.hadamard import ROTATIONS, rotate, unrotate
@@ -28,6 +32,7 @@ from taco_jax.hadamard import ROTATIONS, rotate, unrotate
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 ROUNDINGS = ("nearest", "stochastic")
 STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
+TOKEN = "token"
 
 
 def _check_dtype(dtype, name: str) -> None:
@@ -50,32 +55,72 @@ class Codec:
     """How one message is written as bytes. Frozen and hashable; vary a field with `dataclasses.replace`.
 
     Args:
-      element: e4m3, e5m2, int8, int6, int5, int4, e3m2, e2m3, e2m1; "none" sends the values as they are.
-      block: elements that share one scale, a power of two from 8 to 512.
+      element: e4m3, e5m2, int8, int6, int5, int4, int3, e3m2, e2m3, e2m1; int3_4: 4 bits for the blocks that need them
+        most, 3 for the others (`tiles.py`; scale bfloat16 only); "none" sends the values as they are.
+      block: elements that share one scale, a power of two from 8 to 512 (int3_4: to 256). Or "token": the last dim of
+        what is sent, of any size (below 8 bits: one that fills whole bytes), without a rotation. A collective that
+        cuts or joins that dim raises ValueError.
       rotation: none, hadamard, signed_hadamard (of each block).
       scale: float32, bfloat16, e8m0, ue5m3 (one byte, relative to the site scale), site (one power of two for the whole
         message), paper (the paper's two float32: alpha before the rotation, s after it).
       rounding: nearest (even) or stochastic (`encode` then needs a key).
+      token: set by `of` alone: elements of a token, which are the block; 0 where blocks have a size of their own.
     """
 
     element: str
-    block: int = 128
+    block: int | str = 128
     rotation: str = "none"
     scale: str = "bfloat16"
     rounding: str = "nearest"
+    token: int = 0
 
     def __post_init__(self):
-        check_choice("element", self.element, (*ELEMENTS, "none"))
+        check_choice("element", self.element, (*ELEMENTS, tiles.ELEMENT, "none"))
         check_choice("rotation", self.rotation, ROTATIONS)
         check_choice("scale", self.scale, block_scale.SCALES)
         check_choice("rounding", self.rounding, ROUNDINGS)
-        if isinstance(self.block, float) or self.block not in (8, 16, 32, 64, 128, 256, 512):
-            raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128")
-        if self.scale == "site" and not self.exact and ELEMENTS[self.element].nan is None:
+        if self.per_token:
+            self._check_token()
+        elif isinstance(self.block, float) or self.block not in (8, 16, 32, 64, 128, 256, 512):
+            raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128, or 'token'")
+        if self.mixed:
+            tiles.check(self.block, self.scale)
+        elif self.scale == "site" and not self.exact and ELEMENTS[self.element].nan is None:
             raise ValueError(
                 f"scale='site' with element={self.element!r}: the format has no code for a non-finite value; "
                 "use an 8-bit float or an integer element, or scale='e8m0'"
             )
+
+    def _check_token(self) -> None:
+        if self.token not in (0, self.block):
+            raise ValueError(f"token={self.token} with block={self.block!r}: only Codec.of sets it; use block='token'")
+        if self.rotation != "none" or self.mixed:
+            what = f"element={self.element!r}" if self.mixed else f"rotation={self.rotation!r}"
+            raise ValueError(f"block='token' with {what}: a token has any size; use rotation='none', or block=128")
+        if self.token and not self.exact:
+            parts = wire.packing_parts(ELEMENTS[self.element].bits)
+            if self.token % parts:
+                raise ValueError(
+                    f"codec {self.name!r}: tokens of {self.token} elements of {self.element} do not fill whole bytes; "
+                    f"use tokens of a multiple of {parts} elements, or element='int8'"
+                )
+
+    def of(self, shape: tuple[int, ...]) -> Codec:
+        """This codec for arrays of `shape`: with block="token" the one whose block is the last dim, else itself."""
+        if self.block != TOKEN:
+            return self
+        size = max(1, shape[-1]) if shape else 1
+        return dataclasses.replace(self, block=size, token=size)
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a block is a token: the last dim of an array."""
+        return self.block == TOKEN or self.token > 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether blocks choose between two numbers of bits (`tiles.py`)."""
+        return self.element == tiles.ELEMENT
 
     @property
     def exact(self) -> bool:
@@ -85,6 +130,8 @@ class Codec:
     @property
     def name(self) -> str:
         """The preset's name, or a description of the fields where no preset has them."""
+        if self.token:
+            return dataclasses.replace(self, block=TOKEN, token=0).name
         for name, codec in CODECS.items():
             if codec == self:
                 return name
@@ -93,12 +140,25 @@ class Codec:
 
     @property
     def bits(self) -> float:
-        """Wire bits per element with scales, without the padding of blocks and sections (`none`: 16, bf16)."""
+        """Wire bits per element with scales, without the padding of blocks and sections (`none`: 16, bf16).
+
+        Raises ValueError for block="token" before `of`: what a scale costs depends on the token's size.
+        """
         if self.exact:
             return 16.0
+        self._check_size()
+        if self.mixed:
+            return tiles.bits(self.block)
         return ELEMENTS[self.element].bits + 8 * block_scale.bytes_per_block(self.scale) / self.block
 
+    def _check_size(self) -> None:
+        if self.block == TOKEN:
+            raise ValueError(
+                f"codec {self.name!r} has a block for each token: say of which size first, with codec.of(shape)"
+            )
+
     def n_blocks(self, n: int) -> int:
+        self._check_size()
         return -(-n // self.block)
 
     def wire_bytes(self, n: int) -> int:
@@ -108,6 +168,8 @@ class Codec:
         return wire.section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
 
     def _sections(self, n_blocks: int) -> list[int]:
+        if self.mixed:
+            return tiles.section_lengths(self.block, n_blocks)
         codes = n_blocks * self.block * ELEMENTS[self.element].bits // 8
         return [codes, *block_scale.section_lengths(self.scale, n_blocks)]
 
@@ -131,7 +193,8 @@ class Codec:
         """
         if x.size == 0:
             return jnp.zeros((0,), jnp.uint8)
-        return self.encode_blocks(self.to_blocks(x.reshape(-1)), exponent=exponent, key=key)[0]
+        codec = self.of(x.shape)
+        return codec.encode_blocks(codec.to_blocks(x.reshape(-1)), exponent=exponent, key=key)[0]
 
     def decode(self, message: jax.Array, shape, dtype, *, exponent: jax.Array | int | None = None) -> jax.Array:
         """Reads a message of `encode` back: uint8[wire_bytes(n)] -> dtype[shape], n = prod(shape).
@@ -140,18 +203,19 @@ class Codec:
         wire_bytes(n), TypeError where dtype is not one of the three.
         """
         _check_dtype(jnp.dtype(dtype), self.name)
-        n = math.prod(shape)
-        if message.shape != (self.wire_bytes(n),) or message.dtype != jnp.uint8:
+        n, codec = math.prod(shape), self.of(tuple(shape))
+        if message.shape != (codec.wire_bytes(n),) or message.dtype != jnp.uint8:
             raise ValueError(
                 f"message is {message.dtype}{list(message.shape)}: {n} elements in codec {self.name!r} are "
-                f"uint8[{self.wire_bytes(n)}]"
+                f"uint8[{codec.wire_bytes(n)}]"
             )
         if n == 0:
             return jnp.zeros(shape, dtype)
-        z_MB = self.decode_blocks(message, self.n_blocks(n), exponent=exponent)
-        return self.from_blocks(z_MB, n, dtype).reshape(shape)
+        z_MB = codec.decode_blocks(message, codec.n_blocks(n), exponent=exponent)
+        return codec.from_blocks(z_MB, n, dtype).reshape(shape)
 
-    # The pieces that collectives put together: rotated blocks in float32.
+    # The pieces that collectives put together: rotated blocks in float32 (of int3_4 blocks as they are: what a block
+    # rotates depends on its values, and only sums of what is the same on every rank are sums).
 
     def to_blocks(self, x: jax.Array) -> jax.Array:
         """Pads the last dim with zeros to whole blocks and rotates them: [..., n] -> float32[..., M, B]."""
@@ -160,11 +224,12 @@ class Codec:
         padding = self.n_blocks(n) * self.block - n
         if padding:
             x = jnp.concatenate([x, jnp.zeros_like(x, shape=(*leading, padding))], axis=-1)
-        return rotate(x.reshape(*leading, -1, self.block).astype(jnp.float32), self.rotation)
+        blocks = x.reshape(*leading, -1, self.block).astype(jnp.float32)
+        return blocks if self.mixed else rotate(blocks, self.rotation)
 
     def from_blocks(self, z: jax.Array, n: int, dtype) -> jax.Array:
         """The inverse of `to_blocks`: float32[..., M, B] -> dtype[..., n], rotated back and without the padding."""
-        x = unrotate(z, self.rotation).astype(dtype)
+        x = (z if self.mixed else unrotate(z, self.rotation)).astype(dtype)
         x = x.reshape(*x.shape[:-2], -1)
         return x if x.shape[-1] == n else x[..., :n]
 
@@ -179,8 +244,11 @@ class Codec:
         """
         if self.exact:
             raise ValueError("codec 'none' writes no bytes: use jax.lax, or the collectives of taco_jax, which do")
-        element, seed = ELEMENTS[self.element], self.seed(key)
+        seed = self.seed(key)
         random = None if seed is None else noise.uniform(seed, z.shape)
+        if self.mixed:
+            return tiles.encode(z, self.rotation, random)
+        element = ELEMENTS[self.element]
         scales = block_scale.compute(self.scale, element, z, exponent)
         # A block with an Inf or NaN is marked by its scale (or its codes); zeros keep its codes defined.
         v = jnp.where(scales.finite[..., None], z * scales.multiplier[..., None], 0.0)
@@ -201,8 +269,10 @@ class Codec:
 
     def decode_blocks(self, messages: jax.Array, n_blocks: int, *, exponent=None) -> jax.Array:
         """Messages uint8[..., wire_bytes] -> rotated blocks float32[..., M, B]."""
-        element = ELEMENTS[self.element]
-        packed, *planes = wire.disassemble(messages, self._sections(n_blocks))
+        sections = wire.disassemble(messages, self._sections(n_blocks))
+        if self.mixed:
+            return tiles.decode(sections, n_blocks, self.block, self.rotation)
+        element, (packed, *planes) = ELEMENTS[self.element], sections
         packed = packed.reshape(*packed.shape[:-1], n_blocks, self.block * element.bits // 8)
         codes = wire.unpack(packed, element.bits)
         values = from_codes(element, codes)
@@ -213,11 +283,15 @@ class Codec:
     def measure(self, z: jax.Array, messages: jax.Array, *, exponent=None) -> jax.Array:
         """What a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all elements.
 
-        Clipped: |z| lies beyond what the block's scale can express. Flushed: z is not zero and its code is.
+        Clipped: |z| lies beyond what the block's scale can express (int3_4: never). Flushed: z is not zero and its code
+        is.
         """
         decoded = self.decode_blocks(messages, z.shape[-2], exponent=exponent)
-        scale = block_scale.read(self.scale, ELEMENTS[self.element], self._planes(messages, z.shape[-2]), exponent)
-        limit = scale * (ELEMENTS[self.element].maximum * (1 + 2.0**-20))
+        if self.mixed:
+            limit = jnp.full(z.shape[:-1], jnp.inf)
+        else:
+            element, planes = ELEMENTS[self.element], self._planes(messages, z.shape[-2])
+            limit = block_scale.read(self.scale, element, planes, exponent) * (element.maximum * (1 + 2.0**-20))
         sums = (z * z, (decoded - z) ** 2, jnp.abs(z) > limit[..., None], (z != 0) & (decoded == 0))
         sums = [jnp.sum(s, dtype=jnp.float32) for s in sums]
         return jnp.stack([*sums, jnp.full_like(sums[0], z.size)])
@@ -236,6 +310,8 @@ CODECS: dict[str, Codec] = {
     "int6h": Codec("int6", 128, "hadamard", "bfloat16"),
     "int5h": Codec("int5", 128, "hadamard", "bfloat16"),
     "int4h": Codec("int4", 128, "hadamard", "bfloat16"),
+    "int8_token": Codec("int8", TOKEN, "none", "bfloat16"),
+    "tah4": Codec(tiles.ELEMENT, 128, "hadamard", "bfloat16"),
     "mxfp8": Codec("e4m3", 32, "none", "e8m0"),
     "mxfp6": Codec("e2m3", 32, "none", "e8m0"),
     "mxfp4": Codec("e2m1", 32, "none", "e8m0"),

@@ -17,6 +17,11 @@ from typing import Any
 from taco_jax.models.config import ModelConfig
 from taco_jax.pipeline.schedule import Schedule
 
+# Tokens of a sequence from which sequence parallelism is on by itself. It saves the same share of the memory at any
+# length (experiments/results/sequence_parallel), which is worth little where activations are small, and its messages
+# are more and smaller: what they cost GPUs in time has not been measured.
+LONG_SEQUENCE = 2048
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. Its message is one line: key, value, rule, what would work. Exit code 2."""
@@ -89,8 +94,8 @@ class PipelineConfig:
     """Parts of a device's batch that follow each other through the stages; more of them make the bubble smaller."""
     chunks: int = 2
     """Groups of layers on each stage of schedule=circular, which makes its bubble as many times smaller."""
-    forward: str = "int8h"
-    """Codec of the activations sent to the next stage; none sends them exactly."""
+    forward: str = "int8_token"
+    """Codec of the activations sent to the next stage, one scale a token; tah4 takes 3 or 4 bits; none: exactly."""
     backward: str = "e4m3h"
     """Codec of the activations' gradients sent back; none sends them exactly."""
 
@@ -99,8 +104,8 @@ class PipelineConfig:
 class DataParallelConfig:
     """What data-parallel ranks send each other, and what each of them holds."""
 
-    gradients: str = "none"
-    """Codec of the gradients' sum over dp (int8h, int4h, ...); sdp4: int8h inside a host, int4h between hosts; none."""
+    gradients: str = "int8h"
+    """Codec of the gradients' sum over dp; sdp4: int8h inside a host, int4h between hosts; none sums them exactly."""
     zero1: bool = False
     """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
     parameters: str = "none"
@@ -235,8 +240,8 @@ class TrainConfig:
     """Ask XLA for results that repeat bit for bit on GPU (the CPU's always do)."""
     compute_dtype: str = "bfloat16"
     """Type of activations and of weights at use: bfloat16, float32 or float16; master weights are float32."""
-    sequence_parallel: bool = False
-    """Keep activations between layers cut along the sequence (psum_scatter and all_gather instead of all-reduces)."""
+    sequence_parallel: bool | None = None
+    """Keep activations between layers cut along the sequence; None: where it pays, which the dry run says, with why."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
     chains: int = 1
@@ -258,6 +263,32 @@ def microbatch(config: TrainConfig) -> int:
     schedule = pipeline_schedule(config)
     parts = config.mesh.dp * config.accumulation * (1 if schedule is None else schedule.microbatches)
     return config.global_batch // parts
+
+
+def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
+    """Whether activations between layers are cut along the sequence, and why.
+
+    A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what a rank sends to the
+    next stage, and what the backward pass keeps of norms and residuals, is 1 / tp. With remat that is hardly anything:
+    it keeps what messages brought, so that none is sent twice, and what an all_gather brings is whole. Where tp is 2 a
+    value is quantised twice instead of once.
+    """
+    length, tp = config.data.sequence_length, config.mesh.tp
+    if config.sequence_parallel is not None:
+        return config.sequence_parallel, "as configured"
+    if tp == 1:
+        return False, "tp is 1"
+    if length % tp:
+        return False, f"tp {tp} does not divide the {length} tokens of a sequence"
+    if config.chains > 1:
+        return False, "chains put messages beside products for whole sequences only"
+    if config.mesh.pp > 1:
+        return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
+    if config.remat != "none":
+        return False, f"remat {config.remat} leaves little memory to save"
+    if length < LONG_SEQUENCE:
+        return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}"
+    return True, f"{length} tokens a sequence: what is kept between layers takes 1/{tp} of the memory"
 
 
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:

@@ -253,6 +253,9 @@ def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> N
     if codecs is None:
         from taco_jax.codec import CODECS as codecs
     d = config.data_parallel
+    for key in ("gradients", "parameters"):
+        rule = "has one scale a token, and gradients and weights have no tokens; use 'int8h'"
+        _require(getattr(d, key) != "int8_token", config, f"data_parallel.{key}", rule)
     for key, extra in (("gradients", "sdp4"), ("parameters", "bfloat16")):
         value = getattr(d, key)
         known = [*codecs, extra]

@@ -1,4 +1,4 @@
-"""Element formats: how one scaled value becomes a code of 4 to 8 bits, and back.
+"""Element formats: how one scaled value becomes a code of 3 to 8 bits, and back.
 
 Integers are symmetric two's complement (int4: -7..7). Floats follow OCP: e4m3 and e5m2 (8 bits), e3m2 and e2m3 (6),
 e2m1 (4). Values are clipped to the format's own maximum first: XLA turns f32 above 464 into an e4m3 NaN while the
@@ -42,6 +42,7 @@ ELEMENTS = {
         Element("int6", 6, 31.0, nan=0x20),
         Element("int5", 5, 15.0, nan=0x10),
         Element("int4", 4, 7.0, nan=0x08),
+        Element("int3", 3, 3.0, nan=0x04),
         Element("e3m2", 6, 28.0, 2, -2),
         Element("e2m3", 6, 7.5, 3, 0),
         Element("e2m1", 4, 6.0, 1, 0),

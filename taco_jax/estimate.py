@@ -20,7 +20,7 @@ from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
 from taco_jax import backend, tuned
 from taco_jax import step as step_lib
 from taco_jax.collectives.hosts import ranks_per_host
-from taco_jax.config import ConfigError, TrainConfig, microbatch, to_dict
+from taco_jax.config import ConfigError, TrainConfig, microbatch, sequence_parallel, to_dict
 from taco_jax.levels import SDP4
 from taco_jax.mesh import make_mesh
 
@@ -69,7 +69,8 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     choices = trace(program)
     kernels = _kernel_text(program, choices)
     stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
-    texts = [_config_text(config), kernels, *stages, *_hosts_text(program), *_data_parallel_text(program)]
+    texts = [_config_text(config), kernels, *_sequence_text(config), *stages, *_hosts_text(program)]
+    texts += _data_parallel_text(program)
     return "\n\n".join([*texts, _memory_text(config, program), _site_text(program)])
 
 
@@ -150,6 +151,12 @@ def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
     cut = sorted(size for size in sizes if size < least <= size * chains)
     line = "  {:12} chains={} cuts the layers' messages to {:,} bytes, which go exactly; --chains 1 compresses them"
     return [line.format("", chains, size) for size in cut]
+
+
+def _sequence_text(config: TrainConfig) -> list[str]:
+    """Whether activations are cut along the sequence, and why; nothing where tp is 1."""
+    on, why = sequence_parallel(config)
+    return [f"sequence parallelism: {'on' if on else 'off'} ({why})"] if config.mesh.tp > 1 else []
 
 
 def _pipeline_text(program: step_lib.Program) -> str:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives.hosts import ranks_per_host
-from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule
+from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule, sequence_parallel
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder
@@ -111,7 +111,7 @@ class Program:
         self.ranks_per_host = ranks_per_host(mesh, "tp", config.mesh.devices_per_host)
         self.parallel = Parallel(
             plan=resolve_plan(config, self.ranks_per_host),
-            sequence_parallel=config.sequence_parallel,
+            sequence_parallel=sequence_parallel(config)[0],
             remat=config.remat,
             chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),

@@ -88,7 +88,8 @@ def check(config: TuneConfig) -> TuneConfig:
         if not holds:
             raise ConfigError(f"{key}={value!r}: {rule}")
 
-    compressed = [name for name, codec in CODECS.items() if not codec.exact]
+    # Its messages are flat, and have no tokens.
+    compressed = [name for name, codec in CODECS.items() if not (codec.exact or codec.per_token)]
     require(config.codecs, "codecs", (), "name at least one")
     for name in config.codecs:
         require(name in compressed, "codecs", name, f"no such codec preset; {nearest(name, compressed)}")

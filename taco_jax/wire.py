@@ -6,7 +6,7 @@ first).
 
 Codes of b < 8 bits are packed inside their block without shuffles: with g = 8 / gcd(8, b) equal parts of the block,
 element j of all parts makes b*g/8 bytes, each its own run of B/g bytes. So int4 byte j = q[j] & 15 | q[j + B/2] << 4;
-6 bits pack four quarters into 3 bytes, 5 bits eight eighths into 5.
+6 bits pack four quarters into 3 bytes, 5 bits eight eighths into 5, 3 bits eight eighths into 3.
 
 Dim letters: M blocks, B block.
 """
@@ -26,11 +26,16 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def packing_parts(bits: int) -> int:
+    """Equal parts of a block whose elements share bytes."""
+    return 8 // math.gcd(8, bits)
+
+
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """uint8[..., B] codes in the low `bits` bits -> uint8[..., B * bits / 8]."""
     if bits == 8:
         return codes
-    parts = 8 // math.gcd(8, bits)
+    parts = packing_parts(bits)
     q = codes & jnp.uint8((1 << bits) - 1)
     q = q.reshape(*q.shape[:-1], parts, q.shape[-1] // parts)
     planes = []
@@ -49,7 +54,7 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
     """The inverse of `pack`: uint8[..., B * bits / 8] -> uint8[..., B], high bits zero."""
     if bits == 8:
         return packed
-    parts = 8 // math.gcd(8, bits)
+    parts = packing_parts(bits)
     n_planes = parts * bits // 8
     planes = packed.reshape(*packed.shape[:-1], n_planes, packed.shape[-1] // n_planes)
     out = []

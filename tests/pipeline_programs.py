@@ -8,7 +8,14 @@ import numpy as np
 from model_helpers import GPT2, by_path, unpadded
 
 from taco_jax import sites
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, PipelineConfig, TrainConfig
+from taco_jax.config import (
+    CompressionConfig,
+    DataConfig,
+    DataParallelConfig,
+    MeshConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from taco_jax.config import pipeline_schedule as schedule_of
 from taco_jax.config_check import check
 from taco_jax.mesh import make_mesh
@@ -19,9 +26,11 @@ EXACT = TrainConfig(
     model=dataclasses.replace(GPT2, n_layers=4),
     compression=CompressionConfig("none", "none", min_bytes=0),
     pipeline=PipelineConfig(forward="none", backward="none"),
+    data_parallel=DataParallelConfig(gradients="none"),
     data=DataConfig(sequence_length=16),
     global_batch=16,
     compute_dtype="float32",
+    sequence_parallel=False,
 )
 COMPRESSED = dataclasses.replace(
     EXACT, compression=CompressionConfig("taco", "int8h", min_bytes=0), pipeline=PipelineConfig()

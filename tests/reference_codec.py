@@ -26,6 +26,7 @@ ELEMENTS = {
     "int6": (6, 31.0, None),
     "int5": (5, 15.0, None),
     "int4": (4, 7.0, None),
+    "int3": (3, 3.0, None),
 }
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "paper": 8}
 # ue5m3 read as numbers: c = 1..254 is 2^(c // 8 - 15) (1 + (c % 8) / 8), relative to the site scale.

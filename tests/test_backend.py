@@ -38,7 +38,7 @@ class Package:
         # What only decodes is one kernel for both roundings.
         rounding = self.codec.rounding if name in ("encode", "reduce_encode") else "nearest"
         expected = dataclasses.replace(self.codec, rounding=rounding)
-        assert type(fmt) is Format and dataclasses.asdict(fmt) == dataclasses.asdict(expected)
+        assert type(fmt) is Format and dataclasses.asdict(fmt) | {"token": 0} == dataclasses.asdict(expected)
         return expected
 
     def encode(self, fmt, geometry, x, exponent, seed):
@@ -249,7 +249,7 @@ def test_layers_force_a_backend_too():
 
 def test_formats_are_codecs():
     for name, codec in CODECS.items():
-        if name in ("none", "taco_paper"):
+        if codec.exact or backend.without_format(codec):
             continue
         fmt = backend.to_format(codec)
         assert fmt.wire_bytes(1000) == codec.wire_bytes(1000), name

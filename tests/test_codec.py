@@ -118,18 +118,19 @@ def test_wire_bytes_by_hand():
 BITS = {
     "taco": (8.0625, 1.984), "taco_paper": (8.25, 1.939), "e4m3h": (8.125, 1.969), "e4m3": (8.125, 1.969),
     "e5m2": (8.125, 1.969), "int8h": (8.125, 1.97), "int6h": (6.125, 2.61), "int5h": (5.125, 3.12),
-    "int4h": (4.125, 3.88), "mxfp8": (8.25, 1.94), "mxfp6": (6.25, 2.56), "mxfp4": (4.25, 3.76), "mxint8": (8.25, 1.94),
+    "int4h": (4.125, 3.88), "tah4": (4.1125, 3.89),
+    "mxfp8": (8.25, 1.94), "mxfp6": (6.25, 2.56), "mxfp4": (4.25, 3.76), "mxint8": (8.25, 1.94),
     "none": (16, 1),
 }  # fmt: skip
 
 
 def test_bits():
-    assert set(BITS) == set(CODECS)
+    assert set(BITS) == set(CODECS) - {"int8_token"}
     for name, (bits, ratio) in BITS.items():
         assert CODECS[name].bits == bits
         assert 16 / bits == pytest.approx(ratio, abs=0.006), name
         n = 1 << 20
-        assert CODECS[name].wire_bytes(n) * 8 / n == pytest.approx(bits, rel=1e-3)  # what the layout adds is small
+        assert CODECS[name].wire_bytes(n) * 8 / n == pytest.approx(bits, rel=2e-3)  # what the layout adds is small
 
 
 # Shapes and dtypes

@@ -15,18 +15,21 @@ from taco_jax.codec import CODECS
 from taco_jax.config import (
     CompressionConfig,
     ConfigError,
+    DataConfig,
     MeshConfig,
     TrainConfig,
     codec_pair,
     flatten,
     keys,
     parse_devices,
+    sequence_parallel,
     to_dict,
 )
 from taco_jax.config_check import REMAT, check
 
 EXPERIMENTS = (
     "quickstart", "qwen7b", "gpt3_6p7b", "gpt2_1p5b", "gpt2_1p5b_24h", "gpt2_350m", "gpt2_124m", "qwen2_0p5b",
+    "three_axes",
 )  # fmt: skip
 
 
@@ -173,6 +176,10 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             {"data_parallel.gradients": "spd4"},
             "data_parallel.gradients='spd4': no such codec preset; did you mean 'sdp4'",
         ),
+        (
+            {"data_parallel.gradients": "int8_token"},
+            "data_parallel.gradients='int8_token': has one scale a token, and gradients and weights have no tokens",
+        ),
         ({"data_parallel.gradients": "bfloat16"}, "data_parallel.gradients='bfloat16': no such codec preset"),
         (
             {"data_parallel.parameters": "int44h", "data_parallel.zero1": True},
@@ -237,6 +244,56 @@ def test_rules(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         check(config)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, value",
+    [
+        ([], None),
+        (["--sequence-parallel"], True),
+        (["--sequence_parallel", "--seed", "3"], True),
+        (["--no-sequence-parallel"], False),
+        (["--sequence-parallel", "False"], False),
+        (["--sequence-parallel", "None"], None),
+    ],
+)
+def test_a_flag_that_may_be_none_can_stand_alone(flags, value):
+    assert cli.parse(flags).sequence_parallel is value
+    with pytest.raises(ConfigError, match="sequence-parallel"):
+        cli.parse(["--sequence-parallel", "maybe"])
+
+
+@pytest.mark.parametrize(
+    "changes, on, why",
+    [
+        (
+            {"mesh": MeshConfig(tp=4)},
+            True,
+            "2048 tokens a sequence: what is kept between layers takes 1/4 of the memory",
+        ),
+        ({"mesh": MeshConfig(tp=4), "sequence_parallel": False}, False, "as configured"),
+        ({"mesh": MeshConfig(dp=4)}, False, "tp is 1"),
+        ({"mesh": MeshConfig(tp=3)}, False, "tp 3 does not divide the 2048 tokens of a sequence"),
+        ({"mesh": MeshConfig(tp=2), "chains": 2}, False, "chains put messages beside products"),
+        (
+            {"mesh": MeshConfig(tp=2), "data": DataConfig(sequence_length=1024)},
+            False,
+            "1024 tokens a sequence, below 2048",
+        ),
+        ({"mesh": MeshConfig(tp=2), "remat": "full"}, False, "remat full leaves little memory to save"),
+        ({"mesh": MeshConfig(tp=2), "data": DataConfig(), "sequence_parallel": True}, True, "as configured"),
+        (
+            {"mesh": MeshConfig(pp=2, tp=2), "data": DataConfig(sequence_length=128)},
+            True,
+            "each of the 2 ranks of a stage sends 1/2 of its activations",
+        ),
+        ({"mesh": MeshConfig(pp=2, tp=4), "data": DataConfig(sequence_length=126)}, False, "does not divide the 126"),
+    ],
+)
+def test_sequence_parallelism_is_on_where_it_pays(changes, on, why):
+    config = dataclasses.replace(TrainConfig(data=DataConfig(sequence_length=2048)), **changes)
+    got, reason = sequence_parallel(config)
+    assert got is on and why in reason
 
 
 def test_names_shared_with_other_modules():

@@ -30,8 +30,8 @@ IS_SHAPE = lambda node: isinstance(node, tuple)
 
 
 def over(dp=4, tp=2, compute_dtype="float32", devices_per_host=None, **settings) -> DataParallel:
-    mesh = MeshConfig(devices_per_host=devices_per_host)
-    config = TrainConfig(mesh=mesh, data_parallel=DataParallelConfig(**settings), compute_dtype=compute_dtype)
+    mesh, data_parallel = MeshConfig(devices_per_host=devices_per_host), {"gradients": "none"} | settings
+    config = TrainConfig(mesh=mesh, data_parallel=DataParallelConfig(**data_parallel), compute_dtype=compute_dtype)
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=IS_SHAPE)
     return DataParallel(config, make_mesh(dp=dp, tp=tp), SPECS, shapes)
 
@@ -211,5 +211,5 @@ def test_settings_of_codecs():
     ]  # fmt: skip
     assert over(zero1=True, parameters="bfloat16").codecs == over().codecs == []
     assert dataclasses.asdict(DataParallelConfig()) == {
-        "gradients": "none", "zero1": False, "parameters": "none", "bucket_mb": 256.0,
+        "gradients": "int8h", "zero1": False, "parameters": "none", "bucket_mb": 256.0,
     }  # fmt: skip

@@ -56,7 +56,7 @@ def on(dp=1, tp=1, config=CONFIG, optimizer=None, **data_parallel):
         config,
         mesh=MeshConfig(dp=dp, tp=tp, devices_per_host=hosts),
         optimizer=optimizer or config.optimizer,
-        data_parallel=DataParallelConfig(**data_parallel),
+        data_parallel=DataParallelConfig(**{"gradients": "none"} | data_parallel),
         **changes,
     )
 

@@ -19,7 +19,7 @@ FLOATS = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
 }
-INTEGERS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
+INTEGERS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
 codes_of = jax.jit(to_codes, static_argnums=0)
 values_of = jax.jit(from_codes, static_argnums=0)
 

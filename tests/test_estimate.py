@@ -49,7 +49,8 @@ def test_report_allocates_nothing_and_lists_every_site(program):
     assert len(jax.live_arrays()) == before
     for site in ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head"):
         assert re.search(rf"^  {site} .* (taco|int8h) ", text, re.M), site
-    for exact in ("dp/grads", "head/softmax", "scales/amax"):
+    assert re.search(r"^  dp/grads/0 .* int8h ", text, re.M)
+    for exact in ("head/softmax", "scales/amax"):
         assert re.search(rf"^  {exact} .* none ", text, re.M), exact
     sent, bf16 = program.table.total()
     assert f"{sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less" in text
@@ -75,7 +76,8 @@ def test_what_runs_the_codecs_is_one_line_where_it_is_one(program, monkeypatch):
 
 
 def report(**compression):
-    config = dataclasses.replace(CONFIG, compression=CompressionConfig("taco", "int8h", **compression))
+    compression = CompressionConfig("taco", "int8h", **compression)
+    config = dataclasses.replace(CONFIG, compression=compression, data_parallel=DataParallelConfig(gradients="none"))
     return estimate.report(config, make_mesh(2, 1, 4))
 
 
@@ -147,7 +149,7 @@ def test_what_data_parallel_ranks_send_and_hold():
     assert data_parallel(1, gradients="int8h", zero1=True)[1] == []
     assert data_parallel()[1] == [
         "data parallelism (dp 4)",
-        "  gradients: none over 4 ranks (dp), float32 sums",
+        "  gradients: int8h over 4 ranks (dp), float32 sums",
         "  optimiser state: whole on every rank (data_parallel.zero1 shares it out)",
     ]
     assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [

@@ -52,6 +52,14 @@ BAD = [
     ("seed_study", [*LINKS, "--evaluation.batches", "0"], "evaluation.batches=0: the study compares validation losses"),
     ("seed_study", [*LINKS, "--timeout", "-1"], "--timeout=-1.0: must be above 0; leave it out for no limit"),
     ("seed_study", [*LINKS, "--timeout", "nan"], "--timeout=nan: must be above 0"),
+    ("three_axes_study", ["--variants", "exactt"], "--variants='exactt': did you mean 'exact'?"),
+    ("three_axes_study", ["--pipeline.forward", "tah4"], "--pipeline.forward tah4: no flag for a study's runs: it is"),
+    ("three_axes_study", ["--data_parallel.gradients=int4h"], "=int4h: no flag for a study's runs: it is the"),
+    ("three_axes_study", ["--evaluation.batches", "0"], "evaluation.batches=0: the study compares validation losses"),
+    ("sequence_parallel", [*LINKS, "--lengths", "130"], "--lengths=130: must be a multiple of mesh.tp=4"),
+    ("sequence_parallel", [*LINKS, "--remats", "ful"], "--remats='ful': did you mean 'full'?"),
+    ("sequence_parallel", [*LINKS, "--mesh.tp", "1"], "mesh=pp 1, tp 1: needs pp 1 and tp 2 or more"),
+    ("sequence_parallel", [*LINKS, "--sequence-parallel", "True"], "--sequence-parallel True: no flag for a study's"),
     ("link_study", [*LINKS, "--timeout", "nan"], "--timeout=nan: must be above 0"),
     ("link_study", [*LINKS, "--timeout", "0"], "--timeout=0.0: must be above 0"),
     ("link_study", [*LINKS, "--dry-run"], "--dry-run: no flag for a study's runs: trains nothing"),
@@ -189,6 +197,42 @@ def test_a_kept_run_that_is_none(name, content, message, program, seed_study, tm
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {kept}") and message in line and line.endswith("the study makes its run again")
     assert list(out.iterdir()) == [kept] and (content is None or kept.read_bytes() == content)
+
+
+def test_three_axes_keep_their_runs_and_go_on_after_one_that_fails(program, tmp_path, monkeypatch, capsys):
+    study, asked = program("three_axes_study"), []
+    monkeypatch.setattr(study.runs, "hardware", lambda: "a test")
+
+    def train(config, workdir, flags, timeout):
+        value = lambda flag: flags[flags.index(flag) + 1]
+        run = value("--seed"), value("--pipeline.forward"), value("--data-parallel.gradients")
+        asked.append(run)
+        assert "--data-parallel.zero1" in flags and config.endswith("three_axes.py")
+        if run == ("1", "tah4", "int8h"):
+            raise RuntimeError("a test")
+        loss = 2.0 + int(run[0]) / 10 + {"none": 0, "int8_token": 0.004, "tah4": 0.3}[run[1]]
+        return [json.loads(record(step, validation_loss=loss)) for step in (9, 10)]
+
+    monkeypatch.setattr(study.runs, "train", train)
+    out = tmp_path / "out"
+    arguments = ["--out", str(out), "--seeds", "0,1"]
+    assert cli.run(study.main, arguments) == 0
+    pairs = [("none", "none"), ("int8_token", "int8h")]
+    assert asked == [(seed, *pair) for seed in "01" for pair in pairs]
+    asked.clear()
+    assert cli.run(study.main, [*arguments, "--variants", "exact,compressed,tah4"]) == 1
+    assert (
+        asked == [("0", "tah4", "int8h"), ("1", "tah4", "int8h")]
+        and "FAILED tah4, seed 1: a test" in capsys.readouterr().err
+    )
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["runs"]["exact"]["1"]["curve"] == [[10, 3.0]] and list(summary["runs"]["tah4"]) == ["0"]
+    compared = {variant: (round(row["difference"], 4), row["equal"]) for variant, row in summary["comparison"].items()}
+    assert compared == {"exact": (0.0, True), "compressed": (0.002, True), "tah4": (0.15, False)}
+    assert "| tah4 | taco | tah4, e4m3h | int8h |" in (out / "README.md").read_text() and (out / "loss.png").exists()
+    (out / "summary.json").write_text("{}")
+    assert cli.run(study.main, arguments) == 2
+    assert "summary.json: is no summary of this study (KeyError('runs'))" in capsys.readouterr().err
 
 
 def test_a_run_without_metrics_failed(program, tmp_path, monkeypatch, capsys):

@@ -32,7 +32,8 @@ def test_snr_is_the_cpus(name):
     assert abs(snr(x, y) - SNR[name]) < 0.3
 
 
-@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if not c.exact])
+# In tah4 a last bit may say which tiles have 4 bits.
+@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if not (c.exact or c.mixed)])
 def test_bytes_are_nearly_the_cpus(name):
     # The order of sums in the rotation and a quotient's last bit may differ; of float32 scales then the lowest byte.
     x = np.random.default_rng(0).standard_normal((1 << 16) + 8, np.float32)

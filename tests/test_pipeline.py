@@ -36,6 +36,17 @@ def test_gradients_equal_those_of_one_device(config, mesh):
     assert_as_on_one_device(config, **mesh)
 
 
+def test_ranks_of_a_stage_send_a_part_each():
+    """Sequence parallelism is on by itself between stages: the same gradients, 1 / tp of what each rank sends."""
+    config = on(EXACT, pp=2, tp=2, sequence_parallel=None)
+    got, want = gradients(config), gradients(on(EXACT))
+    assert got.loss == pytest.approx(want.loss, rel=1e-6)
+    assert_gradients_close(got.grads, want.grads, exact=True)
+    values = config.global_batch * config.data.sequence_length * config.model.d_model
+    sent = [row.elements for row in got.table.rows() if row.site == "pp/act"]
+    assert sent == 2 * [values // 4 // 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name, sizes, options", [
@@ -82,8 +93,8 @@ def test_compressed(schedule):
     # Sends are bytes, one message a tick, and everything that is sent is listed.
     rows = {(row.site, row.direction): row for row in got.table.rows()}
     ticks = {"gpipe": 4 + 1, "circular": 2 * 4 + 1, "1f1b": 4 + 2}[schedule]
-    for direction, codec in (("forward", "int8h"), ("backward", "e4m3h")):
-        row, nbytes = rows["pp/act", direction], CODECS[codec].wire_bytes(values // 4)
+    for direction, codec in (("forward", "int8_token"), ("backward", "e4m3h")):
+        row, nbytes = rows["pp/act", direction], CODECS[codec].of((config.model.d_model,)).wire_bytes(values // 4)
         assert (row.codec, row.calls, row.bytes) == (codec, ticks, ticks * nbytes)
         assert row.hlo == (("collective-permute", "uint8", nbytes),)
     sent = [c for c in collectives(got.compiled) if c[1] == "uint8"]
@@ -107,6 +118,26 @@ def test_measures_are_those_without_a_pipeline_where_stages_send_exactly(schedul
         np.testing.assert_allclose(got.measures[site][..., 0], measures[..., 0], rtol=2e-3, err_msg=site)
         np.testing.assert_array_equal(got.measures[site][..., -1], measures[..., -1], err_msg=site)
     assert "pp/act" not in got.measures
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("circular", marks=pytest.mark.slow)])
+def test_stages_send_in_three_and_four_bits(schedule):
+    """tah4 both ways: its bytes, the quality that it has by itself, and gradients that point where they should."""
+    pipeline = dataclasses.replace(COMPRESSED.pipeline, forward="tah4", backward="tah4")
+    config = on(dataclasses.replace(EXACT, pipeline=pipeline), pp=2, schedule=schedule)
+    got, exact = gradients(config, True), gradients(on(EXACT))
+    values = config.global_batch * config.data.sequence_length * config.model.d_model
+    nbytes = CODECS["tah4"].wire_bytes(values // 4)
+    rows = [row for row in got.table.rows() if row.site == "pp/act"]
+    assert [(row.codec, row.hlo) for row in rows] == 2 * [("tah4", (("collective-permute", "uint8", nbytes),))]
+    assert {c for c in collectives(got.compiled) if c[1] == "uint8"} == {("collective-permute", "uint8", nbytes)}
+    quality = summarise_stats(got.measures)
+    assert all(15 < quality[f"pp/act/{direction}"]["snr_db"] < 25 for direction in ("forward", "backward"))
+    assert got.loss == pytest.approx(exact.loss, rel=1e-2)
+    flat = lambda grads: np.concatenate([grads[path].ravel() for path in sorted(exact.grads)])
+    ours, theirs = flat(got.grads), flat(exact.grads)
+    assert ours @ theirs > 0.95 * np.linalg.norm(ours) * np.linalg.norm(theirs)
+    assert np.linalg.norm(ours) == pytest.approx(np.linalg.norm(theirs), rel=0.1)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
     DataConfig,
+    DataParallelConfig,
     EvalConfig,
     MeshConfig,
     ModelConfig,
@@ -27,7 +28,7 @@ from taco_jax.train import train
 MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, tied_head=True)
 WHOLE = {"mesh": MeshConfig()}
 GPIPE = {"mesh": MeshConfig(dp=2, pp=2)}
-CIRCULAR = {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("circular", forward="none", backward="none")}
+CIRCULAR = {"mesh": MeshConfig(pp=2, tp=2), "pipeline": PipelineConfig("circular", forward="none", backward="none")}
 ONE_F1B = {"mesh": MeshConfig(pp=4, tp=2), "pipeline": PipelineConfig("1f1b", forward="none", backward="none")}
 
 
@@ -36,6 +37,7 @@ def make_config(workdir, **changes) -> TrainConfig:
         model=MODEL,
         compression=CompressionConfig("none", "none"),
         pipeline=PipelineConfig(forward="none", backward="none"),
+        data_parallel=DataParallelConfig(gradients="none"),
         data=DataConfig(sequence_length=32),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2, weight_decay=1.0),
         checkpoint=CheckpointConfig(every=10),
@@ -99,9 +101,15 @@ def test_dry_run():
     program = build(config, make_mesh(1, 2, 2))
     choices = estimate.trace(program)
     text = "\n".join(
-        [estimate._kernel_text(program, choices), estimate._pipeline_text(program), estimate._site_text(program)]
+        [
+            estimate._kernel_text(program, choices),
+            *estimate._sequence_text(config),
+            estimate._pipeline_text(program),
+            estimate._site_text(program),
+        ]
     )
     for line in (
+        "sequence parallelism: on (each of the 2 ranks of a stage sends 1/2 of its activations)",
         "pipeline (circular)",
         "  stages       2 of 2 layers, in 2 chunks each",
         "  microbatches 4 of 4 sequences, 2 times a step",
@@ -109,7 +117,7 @@ def test_dry_run():
         "  link         NCCL's: link=auto takes no NVLink kernels in stages",
     ):
         assert line in text.splitlines(), line
-    assert re.search(r"^  pp/act +forward +ppermute +pp +int8h +18 ", text, re.M)
+    assert re.search(r"^  pp/act +forward +ppermute +pp +int8_token +18 ", text, re.M)
     assert re.search(r"^  pp/act +backward +ppermute +pp +e4m3h +18 ", text, re.M)
     assert re.search(r"^  TP and PP activation traffic .* MB a step, .*x less than bf16", text, re.M)
-    assert "messages from" in text and "int8h        messages" not in text
+    assert "messages from" in text and "int8_token   messages" not in text

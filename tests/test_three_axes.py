@@ -12,7 +12,7 @@ from taco_jax.config import DataParallelConfig, OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=0, eps=1e-5, clip_norm=0.1)
 EXACT, COMPRESSED = (dataclasses.replace(c, optimizer=OPTIMIZER, steps=10) for c in (EXACT, COMPRESSED))
-ZERO1 = {"data_parallel": DataParallelConfig(zero1=True, bucket_mb=0.02)}
+ZERO1 = {"data_parallel": DataParallelConfig("none", zero1=True, bucket_mb=0.02)}
 CODED = {
     "data_parallel": DataParallelConfig(gradients="int8h", zero1=True, parameters="int8h", bucket_mb=0.02),
 }  # fmt: skip

@@ -21,7 +21,8 @@ Common arguments (besides those of the jax.lax function of the same name):
   between_hosts: codec of what a hierarchical message sends between hosts. Default None: the message's own.
   key: for stochastic rounding; a new one for each call.
 Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
-and shape. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
+and shape. A codec with a scale for each token takes the last dim for one; a collective that cuts or joins that dim
+raises ValueError. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
 
 Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
 float dtypes, for counts that are no integers and keys that are none.
@@ -188,7 +189,7 @@ def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=
     if direction not in DIRECTIONS:
         raise ValueError(f"start_psum: direction={direction!r}: must be one of {', '.join(DIRECTIONS)}")
     which, x = DIRECTIONS.index(direction), jnp.asarray(x)
-    message = options.message(options.codecs[which], x.nbytes, Label(site, direction, calls))
+    message = options.message(options.codecs[which], x.shape, x.nbytes, Label(site, direction, calls))
     if not message.codec.exact:
         x = without_derivative(x)
     exponents = options.scales.exponents
@@ -215,15 +216,26 @@ def _call(name, x, site, options: Options, **own):
             f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a "
             "value that is the same on every rank"
         )
+    _check_tokens(name, x, options, own.get("dims", ()))
     nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        options.message(codec, nbytes, Label(site, direction, sites.current_calls(direction)))
+        options.message(codec, x.shape, nbytes, Label(site, direction, sites.current_calls(direction)))
         for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
     )
     operation = Operation(name, forward, backward, **own)
     if x.size == 0:
         return _nothing(operation, x)
     return apply(operation, x, options.scales.exponents, options.scales.slot, options.key)
+
+
+def _check_tokens(name, x, options: Options, dims: tuple[int, ...]) -> None:
+    """Raises ValueError where a rank's part would not be whole tokens of a codec that has a scale for each."""
+    codec = next((codec for codec in options.codecs if codec.per_token), None)
+    if codec is not None and x.ndim - 1 in dims:
+        raise ValueError(
+            f"{name}: codec {codec.name!r} has one scale a token, and dim {x.ndim - 1}, the tokens' own, is cut or "
+            "joined here; take another dim, or a codec whose blocks have a size, such as 'int8h'"
+        )
 
 
 def _nothing(operation, x):

@@ -24,6 +24,8 @@ def chunk_elements(codec: Codec, size: int, ranks: int) -> int:
     Little is under 0.1 % of the bytes for tiles, 1 % for rows, without which a kernel's input would have to be padded.
     """
     n = codec.block * -(-codec.n_blocks(size) // ranks)
+    if ROWS % codec.block:  # no kernel has such blocks
+        return n
     for multiple, excess in ((TILE, 1.001), (ROWS, 1.01)):
         larger = round_up(n, multiple)
         if n >= TILE and codec.wire_bytes(larger) <= excess * codec.wire_bytes(n):
@@ -35,7 +37,7 @@ def cut(geometry: Geometry, chunks: int, block: int) -> list[Geometry]:
     """A whole geometry in at most `chunks` pieces, of whole tiles if they are that long, else of whole blocks."""
     n = geometry.per_message
     piece = -(-n // chunks)
-    piece = round_up(piece, TILE if piece >= TILE else block)
+    piece = round_up(piece, TILE if piece >= TILE and TILE % block == 0 else block)
     if piece >= n:
         return [geometry]
     return [

@@ -19,7 +19,6 @@ from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
-from pallas_kernels.selection import PAPER
 from taco_jax import backend, sites
 from taco_jax.collectives import one_shot, two_shot
 from taco_jax.collectives.by_mesh import by_mesh
@@ -64,8 +63,8 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
         return "it goes in levels, inside hosts and between, and NVLink kernels are for one host"
     if len(axis_tuple(message.axis)) != 1:
         return f"it goes over the axes {message.axis}, and NVLink kernels over one"
-    if message.codec.scale == "paper":
-        return PAPER
+    if (reason := backend.without_format(message.codec)) is not None:
+        return reason
     if message.with_stats:
         return "statistics are counted by the jnp codec"
     sizes = {"all_reduce": _geometry(message, _whole(message, x.size)).per_message, "all_gather": x.size}

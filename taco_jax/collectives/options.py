@@ -36,9 +36,10 @@ class Options:
     local: int = 0
     between: Codec | None = None
 
-    def message(self, codec: Codec, nbytes: int, label: Label) -> Message:
-        """The message of one direction, with what is left to the tuned values decided for its size."""
-        ranks = lax.axis_size(self.axis)
+    def message(self, codec: Codec, shape: tuple[int, ...], nbytes: int, label: Label) -> Message:
+        """The message of one direction of an x of this shape, with what is left to the tuned values decided for its
+        size."""
+        ranks, codec = lax.axis_size(self.axis), codec.of(shape)
         least, chunks, exchange = self.min_bytes, self.chunks, self.exchange
         if least is None and not codec.exact:
             least = tuned.default_min_bytes(codec.name, ranks, link=self.link)
