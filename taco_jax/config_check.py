@@ -120,6 +120,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_model(config)
     _check_stages(config)
     _check_codecs(config, codecs)
+    _check_products(config)
     _check_data_parallel(config, codecs)
     parse_devices(config.devices)
     return config
@@ -247,6 +248,23 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
         check_levels(config.compression.algorithm, None, between)
     except ValueError as error:
         raise ConfigError(f"compression.{error}") from None
+
+
+def _check_products(config: TrainConfig) -> None:
+    """Layers that send otherwise than by one sum behind a product would leave with_product unused, without a word."""
+    if not config.compression.with_product:
+        return
+    for key, limit, why in (
+        ("chains", 1, "sums of chains travel beside other products"),
+        ("sequence_parallel", False, "layers scatter and gather, and no product has a sum of its own"),
+        ("mesh.pp", 1, "stages run no kernel over NVLink"),
+    ):
+        value = get(config, key)
+        if value != limit:
+            raise ConfigError(
+                f"compression.with_product=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
+                "leave compression.with_product out"
+            )
 
 
 def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:
