@@ -84,6 +84,10 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     hosts = config.mesh.devices_per_host
     rule = "must be at least 1, or None for what JAX says"
     _require(hosts is None or hosts >= 1, config, "mesh.devices_per_host", rule)
+    size = config.mesh.size
+    rule = f"must divide the {size} devices of the mesh (dp x pp x tp), else hosts' ranks are in no order; try "
+    fits = hosts is None or hosts >= size or size % hosts == 0
+    _require(fits, config, "mesh.devices_per_host", rule + _or(_divisors(size)))
     chunks = config.compression.chunks
     rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
     _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)

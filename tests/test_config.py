@@ -206,6 +206,11 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             "compression.with_product=True: is never used with mesh.pp=2 (stages run no kernel over NVLink)",
         ),
         ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
+        (
+            {"mesh.dp": 8, "mesh.devices_per_host": 3},
+            "mesh.devices_per_host=3: must divide the 8 devices of the mesh (dp x pp x tp), else hosts' ranks are in "
+            "no order; try 1, 2, 4 or 8",
+        ),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (
