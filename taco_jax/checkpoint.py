@@ -138,6 +138,7 @@ class Checkpoints:
         if same_copy and copy is not None:
             items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
+        run = self._readable(step, lambda: {"data": found["run"]["data"], **found["run"]})
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
@@ -154,13 +155,13 @@ class Checkpoints:
             restored[_COPY] = found[_COPY] if same_copy else None
             if not same_copy:
                 remarks.append("the ranks' copy of the parameters starts from the master weights")
-        return dataclasses.replace(shapes, **restored), dict(found["run"]), remarks
+        return dataclasses.replace(shapes, **restored), run, remarks
 
     def _readable(self, step: int, read: Callable[[], Any]) -> Any:
         """read(), or one line about a checkpoint whose files are damaged."""
         try:
             return read()
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # Orbax says of damaged data no more than that
             what = " ".join(str(error).split())[:100]
             others = ", ".join(str(s) for s in self.steps() if s != step) or "no other"
             raise CheckpointError(

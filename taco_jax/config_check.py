@@ -84,6 +84,10 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     hosts = config.mesh.devices_per_host
     rule = "must be at least 1, or None for what JAX says"
     _require(hosts is None or hosts >= 1, config, "mesh.devices_per_host", rule)
+    size = config.mesh.size
+    rule = f"must divide the {size} devices of the mesh (dp x pp x tp), else hosts' ranks are in no order; try "
+    fits = hosts is None or hosts >= size or size % hosts == 0
+    _require(fits, config, "mesh.devices_per_host", rule + _or(_divisors(size)))
     chunks = config.compression.chunks
     rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
     _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)
@@ -120,6 +124,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_model(config)
     _check_stages(config)
     _check_codecs(config, codecs)
+    _check_products(config)
     _check_data_parallel(config, codecs)
     parse_devices(config.devices)
     return config
@@ -247,6 +252,23 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
         check_levels(config.compression.algorithm, None, between)
     except ValueError as error:
         raise ConfigError(f"compression.{error}") from None
+
+
+def _check_products(config: TrainConfig) -> None:
+    """Layers that send otherwise than by one sum behind a product would leave with_product unused, without a word."""
+    if not config.compression.with_product:
+        return
+    for key, limit, why in (
+        ("chains", 1, "sums of chains travel beside other products"),
+        ("sequence_parallel", False, "layers scatter and gather, and no product has a sum of its own"),
+        ("mesh.pp", 1, "stages run no kernel over NVLink"),
+    ):
+        value = get(config, key)
+        if value != limit:
+            raise ConfigError(
+                f"compression.with_product=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
+                "leave compression.with_product out"
+            )
 
 
 def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:

@@ -199,7 +199,25 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             {"compression.between_hosts": "int4h", "compression.algorithm": "two_shot"},
             "compression.between_hosts='int4h': algorithm='two_shot' sends everything in one codec; use 'auto' or",
         ),
+        (
+            {"compression.with_product": True, "chains": 2},
+            "compression.with_product=True: is never used with chains=2 (sums of chains travel beside other products); "
+            "set chains=1, or leave compression.with_product out",
+        ),
+        (
+            {"compression.with_product": True, "sequence_parallel": True},
+            "compression.with_product=True: is never used with sequence_parallel=True",
+        ),
+        (
+            {"compression.with_product": True, "mesh.pp": 2},
+            "compression.with_product=True: is never used with mesh.pp=2 (stages run no kernel over NVLink)",
+        ),
         ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
+        (
+            {"mesh.dp": 8, "mesh.devices_per_host": 3},
+            "mesh.devices_per_host=3: must divide the 8 devices of the mesh (dp x pp x tp), else hosts' ranks are in "
+            "no order; try 1, 2, 4 or 8",
+        ),
         ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
         ({"remat": "ful"}, "remat='ful': did you mean 'full'?"),
         (
