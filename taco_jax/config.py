@@ -282,6 +282,8 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, f"tp {tp} does not divide the {length} tokens of a sequence"
     if config.chains > 1:
         return False, "chains put messages beside products for whole sequences only"
+    if config.compression.with_product:
+        return False, "sums in the kernels of their products are of whole sequences"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
     if config.remat != "none":
