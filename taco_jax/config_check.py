@@ -264,7 +264,7 @@ def _check_products(config: TrainConfig) -> None:
         ("mesh.pp", 1, "stages run no kernel over NVLink"),
     ):
         value = get(config, key)
-        if value != limit:
+        if value not in (limit, None):  # None: left to `config.sequence_parallel`, which says no
             raise ConfigError(
                 f"compression.with_product=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
                 "leave compression.with_product out"
