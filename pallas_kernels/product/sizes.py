@@ -2,3 +2,5 @@
 
 TILE_M, TILE_N, TILE_K = 256, 128, 64
 FRAMES = 4
+WORKERS = 2  # warpgroups that multiply
+PER = FRAMES // WORKERS  # frames of a tile that each of them has

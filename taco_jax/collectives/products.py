@@ -90,7 +90,7 @@ def _product(which: int, direction: str, axis, result, site, scales, options, **
     checked = check_options(direction, axis, codec, backward, scales, given.pop("key"), None, **given)
     label = Label(site, direction, sites.current_calls(direction))
     nbytes = result.size * result.dtype.itemsize
-    return Product(checked.message(checked.codecs[which], nbytes, label), **own)
+    return Product(checked.message(checked.codecs[which], result.shape, nbytes, label), **own)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
