@@ -167,6 +167,8 @@ class Plan:
             if not [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
                 near = difflib.get_close_matches(pattern, names, 1, 0.3)
                 hint = f"did you mean {near[0]!r}? " if near else ""
+                if pattern.startswith(("pp/", "dp/")):
+                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients; "
                 raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
         return {name: self._lookup(name) for name in names}
 

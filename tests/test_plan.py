@@ -98,3 +98,9 @@ def test_counts_are_integers(arguments):
 def test_a_plan_checks_its_values_at_once():
     with pytest.raises(ValueError, match="codec='tacoo' is unknown"):
         Plan({"*": "tacoo"})
+
+
+@pytest.mark.parametrize("pattern", ["pp/act", "dp/*"])
+def test_a_pattern_of_another_axis_names_its_settings(pattern):
+    with pytest.raises(ValueError, match="pipeline.forward and .backward, gradients data_parallel.gradients"):
+        Plan({pattern: "int8h"}).resolve(SITES)

@@ -87,7 +87,8 @@ def _product(which: int, direction: str, axis, result, site, scales, options, **
     given = {"codec": None, "backward_codec": None, "link": "auto", "min_bytes": 0, "backend": "auto", "chunks": 1}
     given |= {"exchange": "auto", "key": None} | options
     codec, backward = given.pop("codec"), given.pop("backward_codec")
-    checked = check_options(direction, axis, codec, backward, scales, given.pop("key"), None, **given)
+    entry = ("product_psum", "copy_product")[which]
+    checked = check_options(entry, axis, codec, backward, scales, given.pop("key"), None, **given)
     label = Label(site, direction, sites.current_calls(direction))
     nbytes = result.size * result.dtype.itemsize
     return Product(checked.message(checked.codecs[which], result.shape, nbytes, label), **own)
