@@ -66,8 +66,8 @@ def row_product(
 ) -> jax.Array:
     """`reduce_from_tp(x @ kernel)`, x [..., F/tp], kernel [F/tp, D]; one kernel where `Compression.with_product` is and
     it can be."""
-    options = _options(compression, scales, site)
-    if as_compression(compression) is None or not compression.with_product:
+    compression, options = as_compression(compression), _options(compression, scales, site)
+    if compression is None or not compression.with_product:
         return collectives.psum(jnp.matmul(x, kernel, precision=precision), axis, **options)
     return products.product_psum(x, kernel, axis, precision=precision, **options)
 
@@ -77,8 +77,8 @@ def column_product(
 ) -> jax.Array:
     """`copy_to_tp(x) @ kernel`, x [..., D], kernel [D, F/tp]; x's gradient, a product and its sum, in one kernel where
     `Compression.with_product` is and it can be."""
-    options = _options(compression, scales, site)
-    if as_compression(compression) is None or not compression.with_product:
+    compression, options = as_compression(compression), _options(compression, scales, site)
+    if compression is None or not compression.with_product:
         return jnp.matmul(collectives.copy(x, axis, **options), kernel, precision=precision)
     return products.copy_product(x, kernel, axis, precision=precision, **options)
 
