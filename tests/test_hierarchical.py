@@ -176,6 +176,7 @@ def test_chunks_and_a_ring_change_no_bit(operation, local):
         assert row.bytes == pytest.approx(sent)
 
 
+@pytest.mark.slow  # the same calls under jit and over one axis are above
 def test_without_jit_and_over_two_axes():
     x_P = np.random.default_rng(0).normal(size=(8, 500)).astype(np.float32)
     options = {"codec": "mxfp8", "ranks_per_host": 4, **LEVELS}
@@ -186,7 +187,7 @@ def test_without_jit_and_over_two_axes():
         np.testing.assert_array_equal(build("psum", 8, 4, "mxfp8")(x_P), expected)
 
 
-@pytest.mark.parametrize("ranks,local", [(8, 4), (8, 2)])
+@pytest.mark.parametrize("ranks,local", [(8, 4), pytest.param(8, 2, marks=pytest.mark.slow)])
 def test_noise_of_stochastic_rounding(ranks, local):
     """Equal on all ranks where they hold the same, else its error would grow with P instead of its square root."""
     codec = Codec("int4", 128, "none", "bfloat16", "stochastic")

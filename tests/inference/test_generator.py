@@ -55,7 +55,7 @@ def _ids(generator, prompts, **options) -> list[list[int]]:
     "name, tp",
     [
         ("gpt2", 4),
-        ("llama", 1),
+        pytest.param("llama", 1, marks=SLOW),  # "smollm" is one
         ("qwen2", 1),
         ("qwen3", 2),
         ("smollm", 3),
