@@ -35,8 +35,8 @@ def _check(run: Run):
     return amax
 
 
-# Every value of every setting with every other at least once (in every night; on every change each value at least
-# twice); kv heads are replicated at qwen2 tp 4 and 8, qwen3 tp 8.
+# Every night every value of every setting with every other at least once, on every change every value at least
+# once; kv heads are replicated at qwen2 tp 4 and 8, qwen3 tp 8.
 @pytest.mark.parametrize(
     "name, tp, dp, sequence_parallel, remat",
     [
