@@ -77,7 +77,7 @@ def row(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
 
 def row_sum(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel, state: Mapping, site: str) -> jax.Array:
     """`add_up(row(x, kernel))`, in one kernel where that is asked for and can be."""
-    if not with_product(par, site):
+    if par.sequence_dim is not None:
         return add_up(row(x_BLF, kernel_FD, par), par, state, site)
     operands = x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype)
     arguments = par.axis, par.compression(site), state.get(site)
