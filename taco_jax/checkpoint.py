@@ -138,7 +138,7 @@ class Checkpoints:
         if same_copy and copy is not None:
             items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
-        run = self._readable(step, lambda: {"data": found["run"]["data"], **found["run"]})
+        run = self._readable(step, lambda: {"step": found["run"]["step"], **found["run"]})
         remarks = []
         restored = dict(found["state"])
         if scales is not None:

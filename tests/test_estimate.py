@@ -44,9 +44,9 @@ def test_memory_is_that_of_the_arrays(program):
 
 
 def test_report_allocates_nothing_and_lists_every_site(program):
-    before = len(jax.live_arrays())
+    before = jax.live_arrays()  # held: another test's array that is collected meanwhile does not count
     text = estimate.report(CONFIG, program.mesh)
-    assert len(jax.live_arrays()) == before
+    assert {*map(id, jax.live_arrays())} <= {*map(id, before)}
     for site in ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head"):
         assert re.search(rf"^  {site} .* (taco|int8h) ", text, re.M), site
     assert re.search(r"^  dp/grads/0 .* int8h ", text, re.M)

@@ -29,7 +29,7 @@ from mosaic_checks import (
 from mosaic_programs import DTYPES, OPERATIONS, PRESETS
 from pairs import pairwise
 
-from pallas_kernels import Geometry, compat, mosaic
+from pallas_kernels import Geometry, compat, formats, mosaic
 from taco_jax import CODECS, UNCALIBRATED, Codec, backend
 from taco_jax.elements import ELEMENTS
 
@@ -44,7 +44,7 @@ pytestmark = [
 
 # Fields of codecs; a site scale comes with a calibrated exponent, and ue5m3 with or without one.
 FIELDS = dict(
-    element=tuple(ELEMENTS),
+    element=tuple(formats.ELEMENTS),
     block=(128, 32, 64, 256),
     rotation=("hadamard", "none", "signed_hadamard"),
     scale=("ue5m3", "bfloat16", "e8m0", "float32", "site"),
@@ -53,7 +53,7 @@ FIELDS = dict(
     operation=OPERATIONS,
 )
 # All elements that a preset has.
-FEW_FIELDS = FIELDS | dict(element=tuple(name for name in ELEMENTS if name != "e3m2"))
+FEW_FIELDS = FIELDS | dict(element=tuple(name for name in formats.ELEMENTS if name != "e3m2"))
 SHAPES = dict(
     size=SIZES, ranks=(2, 1, 4), operation=OPERATIONS, name=PRESETS, dtype=DTYPES, kind=("mixed", *KINDS),
     rounding=("nearest", "stochastic"),
