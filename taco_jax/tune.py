@@ -3,9 +3,9 @@
     python -m taco_jax.tune [--codecs taco int6h] [--output FILE]
 
 For each size and codec it times psum with the codec against psum without, in turn: in two hops, the first as one
-all_to_all and as a ring, and in one hop (one-shot); then the faster of the two in chunks, and one-shot too. Prints a table and puts the result into the file that layers read
-(`taco_jax.tuned`), under the device's name, the number of ranks and the link; measure each link by itself
-(`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
+all_to_all and as a ring, and in one hop (one-shot); then the faster of the two in chunks, and one-shot too. Prints a
+table and puts the result into the file that layers read (`taco_jax.tuned`), under the device's name, the number of
+ranks and the link; measure each link by itself (`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ exchange, and in how many hops a sum is fastest. Read when a collective is trace
 
 min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way of two hops at each
 measured size; a message takes that of the next smaller one. sums: likewise, the algorithm that won for a sum and its
-chunks; files of earlier versions have none, and sums then go by the number of ranks alone. The file is ~/.cache/taco_jax/tuned.json, or the one that the
-environment variable TACO_JAX_TUNED names (an empty value: none). Any other key, and a codec that is no preset, is an
-error: it would never be read. The CPU emulator reads only a file that is named so:
-it compresses everything, so that what is trained there is what is asked for.
+chunks; files of earlier versions have none, and sums then go by the number of ranks alone. The file is
+~/.cache/taco_jax/tuned.json, or the one that the environment variable TACO_JAX_TUNED names (an empty value: none). Any
+other key, and a codec that is no preset, is an error: it would never be read. The CPU emulator reads only a file that
+is named so: it compresses everything, so that what is trained there is what is asked for.
 """
 
 from __future__ import annotations
@@ -206,10 +206,8 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
             codec: {
                 "min_bytes": tuned.min_bytes,
                 "best": [dict(zip(("bytes", "chunks", "exchange"), row)) for row in tuned.best],
-                **(
-                    {"sums": [dict(zip(("bytes", "chunks", "algorithm"), r)) for r in tuned.sums]} if tuned.sums else {}
-                ),
             }
+            | ({"sums": [dict(zip(("bytes", "chunks", "algorithm"), row)) for row in tuned.sums]} if tuned.sums else {})
             for codec, tuned in by_codec.items()
         }
         for name, by_codec in content.items()
