@@ -118,13 +118,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def link_seen(device, ranks: int) -> str:
-    """The link's name, as far as hardware and environment say."""
+    """The link's name, as far as hardware and environment say: nvlink, host (NCCL_P2P_DISABLE=1), or another."""
     if ranks == 1 or device.platform == "cpu":
-        return "none (one device)" if ranks == 1 else "emulated on a CPU"
+        return "one device" if ranks == 1 else "cpu"
     label = tuned.link_label()
     if label != "nvlink or pcie p2p":
-        return f"{label} (NCCL_P2P_DISABLE=1)"
-    return "NVLink" if hardware.missing(device.device_kind) is None else label
+        return {"host memory": "host"}.get(label, label)
+    return "nvlink" if hardware.missing(device.device_kind) is None else label
 
 
 class Bench:
@@ -140,7 +140,7 @@ class Bench:
         self.memory = USABLE * (limit if args.memory_gb is None else 1e9 * args.memory_gb)
         on = f"{tp} x {device.device_kind}, jax {jax.__version__}, {os.cpu_count()} CPU cores"
         self.go = {"date": str(datetime.date.today()), "link": self.link, "hardware": on}
-        self.go |= {"commit": args.commit or runs.commit(), "command": f"python {' '.join(sys.argv)}"}
+        self.go |= {"commit": args.commit or runs.commit(), "command": f"`python {' '.join(sys.argv)}`"}
         runs.folder("--out", args.out)
 
     def _earlier(self, what: dict) -> dict:
@@ -227,7 +227,7 @@ class Bench:
         for variant, r in found.items():
             side = f"{r['ms']:9.2f} ms, none {found['none']['ms']:9.2f} ms, {r['speedup']:.2f}x"
             spread = f"{r['fastest_ms']:.2f} to {r['slowest_ms']:.2f}"
-            print(f"{name:>9} {variant:16} {side}, {spread}, {r['mb_sent']:.1f} MB sent", flush=True)
+            print(f"{name:>9} {variant:24} {side}, {spread}, {r['mb_sent']:.1f} MB sent", flush=True)
 
     def _write(self) -> None:
         if self.go not in self.summary["goes"]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+TITLES = {"nvlink": "NVLink", "host": "Host memory (NCCL_P2P_DISABLE=1)", "cpu": "Emulated on a CPU"}
+
 
 def report(summary: dict) -> list[str]:
     lines = [f"# Time to first token: {summary['model']}, {summary['layers']} layers, tp {summary['tp']}", ""]
     for go in summary["goes"]:
-        lines.append(f"* {go['date']}, {go['link']}: {go['hardware']}; commit {go['commit']}; `{go['command']}`")
+        lines += [f"* {field}: {value}" for field, value in go.items()] + [""]
     lines += [
-        "", "Random weights, greedy choice, bfloat16. Milliseconds from a prompt's ids on the host to the first token "
+        "Random weights, greedy choice, bfloat16. Milliseconds from a prompt's ids on the host to the first token "
         "there, medians of rounds in which each variant has its turn (fastest, slowest); behind them how many times as "
         "fast as `none`. `free` sends nothing: no variant can be faster.",
     ]  # fmt: skip
     for link, shapes in summary["results"].items():
         measured = {name: found for name, found in shapes.items() if "skipped" not in found}
         names = list(dict.fromkeys(variant for found in measured.values() for variant in found))
-        lines += ["", f"## {link}", ""]
+        lines += ["", f"## {TITLES.get(link, link)}", ""]
         if names:
             lines += ["| batch x tokens | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
         for name, found in measured.items():
@@ -57,7 +59,7 @@ def plot(summary: dict, path: Path) -> None:
                 axis.plot(x, y, "--" if name == "free" else "-", marker="o", label=name)
             axis.axhline(1.0, color="black", linewidth=0.8)
             axis.set_xscale("log", base=2)
-            axis.set_title(f"{link}, batch {batch}", fontsize=9)
+            axis.set_title(f"{TITLES.get(link, link)}, batch {batch}", fontsize=9)
             axis.set_xlabel("tokens of a prompt")
         row[0].set_ylabel("times as fast as exact")
         row[0].legend(fontsize=7)
