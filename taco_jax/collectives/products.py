@@ -151,8 +151,8 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
         return UnderWay(kind.all_reduce(message, product.term(x, w), exponent, None), kind.HOPS).arrive()
 
     y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
-    whole = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
-    whole.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
+    in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
+    in_two_hops.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
     return y, measure
 
 
