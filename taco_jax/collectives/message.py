@@ -38,6 +38,7 @@ class Message:
     local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
       codec between hosts.
     group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
+    feedback: an all-reduce's result is (sum, this rank's error), see `feedback.py`.
     """
 
     axis: AxisName
@@ -52,6 +53,7 @@ class Message:
     local: int = 0
     between: Codec | None = None
     group: hosts.Group | None = None
+    feedback: bool = False
 
     @property
     def ranks(self) -> int:
