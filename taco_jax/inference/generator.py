@@ -77,6 +77,9 @@ class Generator:
         64 KiB.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.
       link, backend: as of `Compression`.
+      error_feedback: each sum takes along what the one before it lost (`taco_jax.psum_with_feedback`), which costs no
+        bytes but for one exact message of a position of each row. None: with codecs of less than 8 bits, where sums
+        are not one kernel over NVLink. A `Compression` brings its own.
 
     Raises:
       ConfigError: one line: what is wrong with which file, tensor or argument, and what would work.
@@ -93,9 +96,10 @@ class Generator:
         dtype: str = "bfloat16",
         link: str = "auto",
         backend: str = "auto",
+        error_feedback: bool | None = None,
         devices: list | None = None,
     ):
-        settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend)
+        settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend, error_feedback)
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:
