@@ -5,9 +5,9 @@
 
 --text is lines of JSON with the keys "src" and "text" (xz or plain): of the --sources with the longest held-out texts,
 one window of --context tokens each. Every codec sees the same windows and is paired with the exact model token by
-token. Schemes beside the presets are in SCHEMES below; those are without error feedback unless
-their names say so. What OUT has is kept, so a table is made in as many goes as
-there is time for (the exact model is run in each); `--only` names codecs and schemes.
+token. Schemes beside the presets are in SCHEMES below; only those whose names say so have error feedback. What OUT has
+is kept, so a table is made in as many goes as there is time for (the exact model is run in each); `--only` names codecs
+and schemes.
 
 output     OUT/README.md (hardware, commit, command, table), OUT/summary.json
 """

@@ -41,5 +41,5 @@ def deliver(stream: Stream, par: Parallel, site: str) -> jax.Array:
     x_BLD, error_BLD = stream
     if error_BLD is None:
         return x_BLD
-    sites.exact(site, "forward", "psum", par.axis, error_BLD)
+    sites.exact(site, "forward", "psum", par.axis, error_BLD, kind="activation")
     return (x_BLD.astype(jnp.float32) + lax.psum(error_BLD, par.axis)).astype(x_BLD.dtype)
