@@ -46,7 +46,7 @@ MIXED = Scheme(
     },
 )
 WITHOUT = {"int4h_16": Scheme("int4h,block=16,scale=ue5m3"), "fp4_16": Scheme(MIXED.codec), "mixed": MIXED}
-FED = {name: Scheme(name) for name in ("int6h", "int5h", "int4h", "mxfp4")} | WITHOUT
+FED = {name: Scheme(name) for name in ("taco", "mxint8", "int6h", "int5h", "int4h", "mxfp4")} | WITHOUT
 SCHEMES = WITHOUT | {f"{name}_feedback": scheme._replace(feedback=True) for name, scheme in FED.items()}
 FEEDBACK = (
     "`_feedback`: each sum takes along what the one before it lost; SNR of what is then sent. What the last one loses "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from taco_jax import backend
 from taco_jax.collectives.message import Message
@@ -23,9 +24,10 @@ def of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, shar
     if share is None:
         return error_S
     (rank, lost), (p, n) = share, (chunks[0].messages, chunks[0].distance)
-    error_PN = jnp.pad(error_S, (0, p * n - error_S.size)).reshape(p, n)
-    mine = jnp.arange(p)[:, None] == rank
-    return jnp.where(mine, jnp.concatenate(lost)[None], error_PN).reshape(-1)[: error_S.size]
+    lost_N = lost[0] if len(lost) == 1 else jnp.concatenate(lost)
+    # Written where it belongs, so that no other share is copied; the last share may be longer than what is left of x.
+    error_S = jnp.pad(error_S, (0, p * n - x_S.size)) if p * n > x_S.size else error_S
+    return lax.dynamic_update_slice(error_S, lost_N, (rank * n,))[: x_S.size]
 
 
 def of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
