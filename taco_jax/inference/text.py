@@ -24,9 +24,12 @@ class Tokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one)."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one).
+
+        special=False adds none: a chat template has put them there itself.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
