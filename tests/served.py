@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from checkpoints import edit_json, save
+from checkpoints import VOCAB, edit_json, save
 from helpers import REPOSITORY, cpu_environment
 
 TEMPLATE = (
@@ -25,10 +25,18 @@ def save_chat_model(folder: Path, longest: int = LONGEST):
     """A llama of random weights, whose answers differ from prompt to prompt."""
     model = save("llama", folder)
     edit_json(folder / "config.json", max_position_embeddings=longest)
+    _name_all_tokens(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "</s>"})
     )
     return model
+
+
+def _name_all_tokens(path: Path) -> None:
+    """The ids behind the 256 bytes get texts of several characters too."""
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] |= {f"<{i}>": i for i in range(256, VOCAB)}
+    path.write_text(json.dumps(content))
 
 
 @contextlib.contextmanager
