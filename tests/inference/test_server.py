@@ -12,9 +12,12 @@ from served import BATCH, LONGEST, in_thread, save_chat_model
 
 import taco_jax
 
-httpx = pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
+pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
+pytest.importorskip("starlette", reason="the extra serve: pip install 'taco-jax[serve]'")
 pytest.importorskip("torch", reason="writes the checkpoint: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="writes the checkpoint: pip install 'taco-jax[test]'")
+
+import httpx
 
 from taco_jax.inference.serving import app
 from taco_jax.inference.serving.engine import Engine
@@ -99,8 +102,9 @@ def _is_free(service) -> bool:
 def test_prompts_of_every_kind(client, generator, expected):
     ids = [generator.encode(text) for text in TEXTS]
     options = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    one = expected[:1], ids[:1]
     for prompt, texts, tokens in (
-        (TEXTS[0], expected[:1], ids[:1]), (TEXTS, expected, ids), (ids[1], expected[1:2], ids[1:2]), (ids, expected, ids),
+        (TEXTS[0], *one), (ids[0], *one), (TEXTS, expected, ids), (ids, expected, ids), (ids[:1], *one),
     ):  # fmt: skip
         answer = _complete(client, prompt=prompt, **options).json()
         assert [choice["text"] for choice in answer["choices"]] == texts

@@ -23,6 +23,7 @@ from taco_jax.inference.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL = 0.02  # seconds
+LAST_BYTES = 10  # seconds for what is written to be sent, after the last answer
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -49,7 +50,10 @@ def is_loopback(bound: socket.socket) -> bool:
 
 def serve(app: Starlette, service: Service, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serves until a signal has drained it. `ready` is called once connections are accepted. On the main thread."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=LAST_BYTES,
+    )  # fmt: skip
     asyncio.run(_Server(config, service, ready).serve(sockets=[bound]))
 
 
@@ -81,10 +85,14 @@ class _Server(uvicorn.Server):
 
     def _start_draining(self, name: str) -> None:
         left = self._service.answers
-        print(f"{name}: finishing {left} requests; a second signal ends at once", file=sys.stderr, flush=True)
+        print(
+            f"{name}: finishing {left} request{'' if left == 1 else 's'}; a second signal ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         while self._service.answers:
             await asyncio.sleep(POLL)
-        self.should_exit = True  # uvicorn waits until what is written is sent
+        self.should_exit = True
