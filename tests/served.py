@@ -62,8 +62,8 @@ def in_thread(service):
 class Process:
     """`python -m taco_jax.serve` on a free port. url: set once it is ready."""
 
-    def __init__(self, folder: Path, *options: str, devices: int = 2, env: dict[str, str] | None = None):
-        environment = os.environ | cpu_environment(devices) | (env or {})
+    def __init__(self, folder: Path, *options: str):
+        environment = os.environ | cpu_environment()  # the tests' own devices: programs come from their cache
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "taco_jax.serve", "--model", str(folder), "--port", "0", *options]
         self.process = subprocess.Popen(

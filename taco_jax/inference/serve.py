@@ -44,7 +44,8 @@ class ServeConfig:
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     min_bytes: int | None = None
-    """Messages below this many bytes are sent exactly; None: as tuned for the link, in decode steps at least 64 KiB."""
+    """Messages below this many bytes are sent exactly; None: as tuned for the link, and all of decode steps. If set, an
+    answer may depend a little on those that are decoded beside it."""
     link: str = "auto"
     """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
     backend: str = "auto"

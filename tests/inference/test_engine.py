@@ -1,5 +1,6 @@
 """The engine without HTTP: answers equal those of `Generator`, whoever else is in the batch; rows become free."""
 
+import dataclasses
 import queue
 import threading
 import time
@@ -127,6 +128,27 @@ def test_ends_at_eos_and_fills_the_longest_sequence(greedy, engine):
     engine.submit([ending.job, long.job])
     assert ending.wait() == (greedy[2][: greedy[2].index(end) + 1], "eos")
     assert long.wait() == (greedy[9], "length")
+
+
+def test_compressed_prompts_and_exact_steps(generator):
+    """So an answer is the same alone and in company, and the same as Generator's."""
+    compressed = taco_jax.Generator(generator.checkpoint, tp=2, dtype="float32", compression="int4h")
+    params = compressed.programs.params
+    programs = RowPrograms(compressed.config, compressed.settings, compressed.mesh, params, BATCH, LONGEST)
+    engine = Engine(programs, waiting=8)
+    engine.start()
+    short = [prompt for prompt in PROMPTS if len(prompt) <= 12]
+    listeners = [Listener(prompt, 10) for prompt in [*short, short[0]]]
+    engine.submit([listener.job for listener in listeners])
+    answers = [listener.wait()[0] for listener in listeners]
+    engine.stop()
+    assert answers[-1] == answers[0]
+    assert answers[3] == [token.id for token in compressed.generate(short[3], max_tokens=10)]
+    codecs = {key[0]: {row.codec for row in table.rows()} for key, table in programs.tables.items()}
+    assert codecs == {"insert": {"none", "int4h"}, "step": {"none"}}
+    chosen = dataclasses.replace(compressed.settings, min_bytes=0)
+    programs = RowPrograms(compressed.config, chosen, compressed.mesh, params, BATCH, LONGEST)
+    assert programs._decode_layout.par.compression("layers/mlp/down") is not None
 
 
 def test_a_cancelled_job_frees_its_row_and_disturbs_nobody(greedy, engine, gate):

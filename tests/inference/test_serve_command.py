@@ -40,8 +40,8 @@ def folder(tmp_path_factory):
 def start(folder):
     started = []
 
-    def start(*options, **fields):
-        started.append(Process(folder, *OPTIONS, *options, **fields))
+    def start(*options):
+        started.append(Process(folder, *OPTIONS, *options))
         return started[-1]
 
     yield start

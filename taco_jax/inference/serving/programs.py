@@ -1,8 +1,9 @@
 """The compiled programs of a server: `insert` puts one prompt into a row of the batch, `step` decodes all rows.
 
 There is one cache of B rows. Requests come and go row by row, and each row has a position and a way of sampling of its
-own, so no program depends on which rows are in use. What a row's tokens are depends on nothing of the other rows, so
-long as blocks of compressed messages lie within rows: where the model's width is a multiple of the codec's block.
+own, so no program depends on which rows are in use, and a row's tokens depend on nothing but its own request. For that,
+sums of steps are exact: compressed, the term that a rank adds unquantised would be another one in another row, and
+blocks may span two rows. Prompts are compressed, each by itself. Whoever sets min_bytes has steps compressed too.
 
 Everything is compiled before the first request: `insert` for each padded length of a prompt (powers of two), `step`
 once for greedy rows alone and once for any.
@@ -12,6 +13,7 @@ Dims: B rows of the batch, L length of a padded prompt, S slots of the cache.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,6 +49,9 @@ class RowPrograms(Programs):
 
     def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any, batch: int, longest: int):
         super().__init__(config, settings, mesh, params)
+        if settings.min_bytes is None:
+            exact = dataclasses.replace(settings, compression=None, plan={})
+            self._decode_layout = exact.layout(config, mesh.devices.flat[0], decoding=True)
         self.batch, self.longest, self.itemsize = batch, longest, jnp.dtype(settings.dtype).itemsize
         self._dtype = self._decode_layout.par.dtype
 
