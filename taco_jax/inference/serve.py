@@ -95,6 +95,8 @@ def _check(config: ServeConfig) -> None:
 
 def _start(config: ServeConfig, service):
     """(service, engine) with the model loaded and all programs compiled."""
+    import jax
+
     from taco_jax.inference.generator import Generator
     from taco_jax.inference.serving.engine import Engine
     from taco_jax.inference.serving.programs import RowPrograms
@@ -112,12 +114,20 @@ def _start(config: ServeConfig, service):
     say(f"{config.model} loaded in {time.perf_counter() - begin:.1f} s")
     params = generator.programs.params
     programs = RowPrograms(generator.config, generator.settings, generator.mesh, params, config.batch, longest)
-    programs.compile()
+    try:
+        programs.compile()
+        engine = Engine(programs, config.queue)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"batch={config.batch}, max_length={longest}: the device's memory does not hold the model, a cache of "
+            f"{programs.cache_bytes / 1e6:.1f} MB and what programs need; make them smaller, or tp larger"
+        ) from None
     say(
         f"compiled in {programs.compile_seconds:.1f} s: {config.batch} rows of {longest} tokens, their cache "
         f"{programs.cache_bytes / 1e6:.1f} MB a device"
     )
-    engine = Engine(programs, config.queue)
     name = config.name or Path(config.model).resolve().name
     served = service.Service(generator, engine, name, longest, config.batch + config.queue)
     if served.chat.why:

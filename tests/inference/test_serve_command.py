@@ -143,6 +143,19 @@ def test_a_model_without_a_tokenizer(folder, tmp_path):
         serve.main(["--model", str(tmp_path), "--port", "0"])
 
 
+def test_a_cache_that_does_not_fit(folder, monkeypatch):
+    import jax
+
+    from taco_jax.inference.serving.programs import RowPrograms
+
+    def full(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr(RowPrograms, "compile", full)
+    with pytest.raises(ConfigError, match=r"batch=16, max_length=64: .* a cache of 0.2 MB .*; make them smaller"):
+        serve.main(["--model", str(folder), "--port", "0"])
+
+
 def test_without_the_extra(monkeypatch):
     real = builtins.__import__
 

@@ -23,7 +23,7 @@ from taco_jax.inference.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL = 0.02  # seconds
-LAST_BYTES = 10  # seconds for what is written to be sent, after the last answer
+LAST_BYTES = 10  # seconds for what is written to be sent, after the last token
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,6 +93,7 @@ class _Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        while self._service.answers:
+        # Not while there are answers under way: a client that reads nothing would keep the server up.
+        while self._service.engine.counts().busy or self._service.engine.counts().waiting:
             await asyncio.sleep(POLL)
         self.should_exit = True
