@@ -99,16 +99,16 @@ class Generator:
         error_feedback: bool | None = None,
         devices: list | None = None,
     ):
-        settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend, error_feedback)
+        self.settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend, error_feedback)
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:
             self.mesh = make_mesh(tp=tp, devices=devices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
+        self.settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
         params = load_params(self.checkpoint, self.mesh, dtype)
-        self.programs = Programs(self.config, settings, self.mesh, params)
+        self.programs = Programs(self.config, self.settings, self.mesh, params)
         self.timing: Timing | None = None
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.templates import Template, read_template
 from taco_jax.inference.tensors import SafetensorsFolder, Tensors
 from taco_jax.inference.text import Tokenizer, read_tokenizer
 from taco_jax.models import huggingface
@@ -31,13 +32,14 @@ from taco_jax.models.params import init_params, param_specs
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a model's files hold. eos: the ids that end a text."""
+    """What a model's files hold. eos: the ids that end a text. template: how messages of a chat become a prompt."""
 
     path: Path
     config: ModelConfig
     tensors: Tensors
     tokenizer: Tokenizer | None
     eos: frozenset[int]
+    template: Template | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -64,7 +66,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described))
+    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described), read_template(path))
 
 
 def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any]:
