@@ -21,7 +21,7 @@ OPERATIONS = ("encode", "reduce", "decode")
 # Elements and blocks that only the jnp reference has, and why. The codec of a preset: `tah4`, `int8_token`.
 ONLY_IN_JNP = {
     "int3_4": "element int3_4 chooses between 4 and 3 bits tile by tile, in order of their size: no kernel sorts tiles",
-    "int3": "element int3 has no kernel",
+    **{name: f"element {name} has no kernel" for name in ("int3", "e3m1", "e2m2", "e1m3", "e1m2", "e1m1")},
 }
 TOKEN = "token"
 TOKENS = "codec {!r} has one scale a token, whose size may be any: kernels have blocks of a power of two"
@@ -29,7 +29,7 @@ _VALID = {
     "operation": OPERATIONS,
     "element": (*ELEMENTS, *ONLY_IN_JNP, "none"),
     "rotation": ROTATIONS,
-    "scale": (*SCALE_BYTES, "paper"),
+    "scale": (*SCALE_BYTES, "e5m0", "e4m0", "paper"),
     "rounding": ROUNDINGS,
 }
 
@@ -37,6 +37,9 @@ _VALID = {
 NOTHING_TO_ENCODE = "codec 'none' sends the values as they are: there is nothing to encode"
 NO_NAN = "scale 'site' needs a code for a non-finite value, and element {!r} has none"
 PAPER = "codec 'taco_paper' is the paper to the letter, kept as a reference: it has no kernel by design"
+SCALES_ONLY_IN_JNP = {"paper": PAPER} | {
+    name: f"scale {name} has no kernel: kernels have scales of whole bytes" for name in ("e5m0", "e4m0")
+}
 
 
 class KernelUnavailableError(RuntimeError):
@@ -58,7 +61,7 @@ class KernelSpec:
     element: str  # "e4m3", "int8", "e2m1", ...
     block: int | str  # elements that share one scale; TOKEN: the last dim of x
     rotation: str  # "none", "hadamard", "signed_hadamard"
-    scale: str  # "ue5m3", "bfloat16", "e8m0", "float32", "site", "paper"
+    scale: str  # "ue5m3", "bfloat16", "e8m0", "e5m0", "e4m0", "float32", "site", "paper"
     dtype: str  # dtype of x: "bfloat16", "float16", "float32"
     elements: int
     rounding: str = "nearest"  # "nearest", "stochastic"
@@ -168,8 +171,8 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
 
 def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> str | None:
     """Why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
-    if scale == "paper":
-        return PAPER
+    if scale in SCALES_ONLY_IN_JNP:
+        return SCALES_ONLY_IN_JNP[scale]
     return TOKENS.format(codec_name) if block == TOKEN else ONLY_IN_JNP.get(element)
 
 

@@ -7,11 +7,16 @@
 | float32 | 4 | s itself |
 | bfloat16 | 2 | (bits(s) + 0xFFFF) >> 16 |
 | e8m0 | 1 | c = clip((bits(s) + 0x7FFFFF) >> 23, 1, 254): 2^(c - 127) |
+| e5m0 | 5/8 | c = clip(ceil(log2(s 2^-a)) + 15, 0, 30): 2^(a + c - 15); no site: a = 0 |
+| e4m0 | 1/2 | c = clip(ceil(log2(s 2^-a)) + 7, 0, 14): 2^(a + c - 7); no site: a = 0 |
 | ue5m3 | 1 | c = clip(((bits(s 2^-a) + 0xFFFFF) >> 20) - 896, 1, 254): 2^a bitcast((c + 896) << 20); no site: e8m0 |
 | site | 0 | 2^a for the whole message; the message's one scale byte carries it as e8m0 |
 | paper | 8 | alpha = 448 / sqrt(mean z^2 + 1e-6) (rotation keeps the mean), then s = max|alpha z| / 448, no clamps |
 
-255 (e8m0, ue5m3) or NaN marks a block that is not finite. Scales are float32 throughout and multiplied as reciprocals.
+255 (e8m0, ue5m3), all ones (e5m0: 31, e4m0: 15) or NaN marks a block that is not finite. Scales are float32 throughout
+and multiplied as reciprocals. The short scales of arXiv 2411.09510, e5m0 and e4m0, clip the codes of blocks above their
+range, and below it take the smallest scale; they travel packed as codes are (`wire.pack` over all blocks of a message,
+filled up with zeros to whole bytes: 8 scales of e5m0 are 5 bytes, 2 of e4m0 one).
 
 Dim letters: M blocks, B block.
 """
@@ -33,7 +38,8 @@ UNCALIBRATED = -(2**31)
 # s' = 2^a bitcast((c + 896) << 20) is a normal float32 for every byte c while |a| <= 111, and block scales span
 # 2^-109..2^122.
 MAX_EXPONENT = 111
-SCALES = ("float32", "bfloat16", "e8m0", "ue5m3", "site", "paper")
+SCALES = ("float32", "bfloat16", "e8m0", "e5m0", "e4m0", "ue5m3", "site", "paper")
+SHORT = {"e5m0": 5, "e4m0": 4}  # bits of an exponent with bias 2^(bits-1) - 1
 _BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0, "paper": 8}
 _TINY = np.float32(2.0**-100)
 
@@ -45,12 +51,15 @@ class BlockScales(NamedTuple):
     largest: jax.Array  # float32[]: max|z| / Qmax of all blocks, neither rounded nor clamped
 
 
-def bytes_per_block(scale: str) -> int:
-    return _BYTES[scale]
+def bits_per_block(scale: str) -> int:
+    return SHORT[scale] if scale in SHORT else 8 * _BYTES[scale]
 
 
 def section_lengths(scale: str, n_blocks: int) -> list[int]:
     """Bytes of each scale section: one per byte plane."""
+    if scale in SHORT:
+        parts = wire.packing_parts(SHORT[scale])
+        return [wire.round_up(n_blocks, parts) * SHORT[scale] // 8]
     return [1] if scale == "site" else [n_blocks] * _BYTES[scale]
 
 
@@ -72,6 +81,9 @@ def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales
         return BlockScales(jnp.broadcast_to(1.0 / s, amax.shape), [c.astype(jnp.uint8)], finite, largest)
     if scale == "float32":
         s, planes = _float(bits), _planes(jnp.where(finite, bits, 0x7FC00000), 4)
+    elif scale in SHORT:
+        c, s = _short(scale, bits, exponent)
+        planes = [_packed(jnp.where(finite, c, _all_ones(scale)).astype(jnp.uint8), SHORT[scale])]
     elif scale == "bfloat16":
         word = (bits + 0xFFFF) >> 16
         s, planes = _float(word << 16), _planes(jnp.where(finite, word, 0x7FC0), 2)
@@ -89,8 +101,11 @@ def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales
     return BlockScales(1.0 / s, planes, finite, largest)
 
 
-def read(scale: str, element: Element, planes: list[jax.Array], exponent) -> jax.Array:
+def read(scale: str, element: Element, planes: list[jax.Array], exponent, n_blocks: int) -> jax.Array:
     """Scale sections of a message -> float32[..., M] (site: [..., 1]); NaN marks a block that is not finite."""
+    if scale in SHORT:
+        c = wire.unpack(planes[0], SHORT[scale])[..., :n_blocks].astype(jnp.int32)
+        return jnp.where(c == _all_ones(scale), jnp.nan, _of_short(scale, c, exponent))
     if scale == "paper":
         alpha = _float(wire.join_bytes(planes[:4]))
         return _float(wire.join_bytes(planes[4:])) / alpha
@@ -118,6 +133,41 @@ def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...] | None = None) -
 def ceil_log2(s: jax.Array) -> jax.Array:
     """ceil(log2(s)) of positive normal float32, exactly, as int32."""
     return ((lax.bitcast_convert_type(s, jnp.int32) + 0x7FFFFF) >> 23) - 127
+
+
+def _short(scale: str, bits: jax.Array, exponent) -> tuple[jax.Array, jax.Array]:
+    """(code, value) of the bits of s, both [..., M]."""
+    c = ((bits + 0x7FFFFF) >> 23) - 127 - _site_exponent(exponent) + _short_bias(scale)
+    c = jnp.clip(c, 0, _all_ones(scale) - 1)
+    return c, _of_short(scale, c, exponent)
+
+
+def _of_short(scale: str, c: jax.Array, exponent) -> jax.Array:
+    return _float((c - _short_bias(scale) + _site_exponent(exponent) + 127) << 23)
+
+
+def _site_exponent(exponent) -> jax.Array | int:
+    """a where the site is calibrated, else 0."""
+    if exponent is None:
+        return 0
+    calibrated, a8 = _site(exponent)
+    return jnp.where(calibrated, a8 >> 3, 0)
+
+
+def _short_bias(scale: str) -> int:
+    return (1 << (SHORT[scale] - 1)) - 1
+
+
+def _all_ones(scale: str) -> int:
+    return (1 << SHORT[scale]) - 1
+
+
+def _packed(codes: jax.Array, bits: int) -> jax.Array:
+    """uint8[..., M] -> the bytes of M codes, filled up with zeros."""
+    missing = -codes.shape[-1] % wire.packing_parts(bits)
+    if missing:
+        codes = jnp.concatenate([codes, jnp.zeros_like(codes, shape=(*codes.shape[:-1], missing))], axis=-1)
+    return wire.pack(codes, bits)
 
 
 def _compute_paper(element: Element, z: jax.Array) -> BlockScales:

@@ -55,14 +55,16 @@ class Codec:
     """How one message is written as bytes. Frozen and hashable; vary a field with `dataclasses.replace`.
 
     Args:
-      element: e4m3, e5m2, int8, int6, int5, int4, int3, e3m2, e2m3, e2m1; int3_4: 4 bits for the blocks that need them
-        most, 3 for the others (`tiles.py`; scale bfloat16 only); "none" sends the values as they are.
+      element: e4m3, e5m2, int8, int6, int5, int4, int3, e3m2, e2m3, e3m1, e2m2, e1m3, e2m1, e1m2, e1m1; int3_4: 4 bits
+        for the blocks that need them most, 3 for the others (`tiles.py`; scale bfloat16 only); "none" sends the values
+        as they are.
       block: elements that share one scale, a power of two from 8 to 512 (int3_4: to 256). Or "token": the last dim of
         what is sent, of any size (below 8 bits: one that fills whole bytes), without a rotation. A collective that
         cuts or joins that dim raises ValueError.
       rotation: none, hadamard, signed_hadamard (of each block).
-      scale: float32, bfloat16, e8m0, ue5m3 (one byte, relative to the site scale), site (one power of two for the whole
-        message), paper (the paper's two float32: alpha before the rotation, s after it).
+      scale: float32, bfloat16, e8m0, e5m0 and e4m0 (powers of two in 5 and 4 bits, relative to the site scale), ue5m3
+        (one byte, relative to the site scale), site (one power of two for the whole message), paper (the paper's two
+        float32: alpha before the rotation, s after it).
       rounding: nearest (even) or stochastic (`encode` then needs a key).
       token: set by `of` alone: elements of a token, which are the block; 0 where blocks have a size of their own.
     """
@@ -149,7 +151,7 @@ class Codec:
         self._check_size()
         if self.mixed:
             return tiles.bits(self.block)
-        return ELEMENTS[self.element].bits + 8 * block_scale.bytes_per_block(self.scale) / self.block
+        return ELEMENTS[self.element].bits + block_scale.bits_per_block(self.scale) / self.block
 
     def _check_size(self) -> None:
         if self.block == TOKEN:
@@ -278,7 +280,7 @@ class Codec:
         values = from_codes(element, codes)
         if self.scale == "site" and not element.is_float:
             values = jnp.where(codes == element.nan, jnp.nan, values)
-        return values * block_scale.read(self.scale, element, planes, exponent)[..., None]
+        return values * block_scale.read(self.scale, element, planes, exponent, n_blocks)[..., None]
 
     def measure(self, z: jax.Array, messages: jax.Array, *, exponent=None) -> jax.Array:
         """What a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all elements.
@@ -291,7 +293,8 @@ class Codec:
             limit = jnp.full(z.shape[:-1], jnp.inf)
         else:
             element, planes = ELEMENTS[self.element], self._planes(messages, z.shape[-2])
-            limit = block_scale.read(self.scale, element, planes, exponent) * (element.maximum * (1 + 2.0**-20))
+            scales = block_scale.read(self.scale, element, planes, exponent, z.shape[-2])
+            limit = scales * (element.maximum * (1 + 2.0**-20))
         sums = (z * z, (decoded - z) ** 2, jnp.abs(z) > limit[..., None], (z != 0) & (decoded == 0))
         sums = [jnp.sum(s, dtype=jnp.float32) for s in sums]
         return jnp.stack([*sums, jnp.full_like(sums[0], z.size)])

@@ -1,10 +1,14 @@
 """Element formats: how one scaled value becomes a code of 3 to 8 bits, and back.
 
 Integers are symmetric two's complement (int4: -7..7). Floats follow OCP: e4m3 and e5m2 (8 bits), e3m2 and e2m3 (6),
-e2m1 (4). Values are clipped to the format's own maximum first: XLA turns f32 above 464 into an e4m3 NaN while the
-hardware cast saturates, and only after a clip do all implementations agree. Codes are made by integer arithmetic, not
-by a cast: XLA on GPUs drops a pair of casts f32 -> e4m3 -> f32 that meet in one program (it may keep excess precision),
-and with it the rounding. On CPUs it is faster as well.
+e2m1 (4), and so do the floats of 3 to 5 bits that it has no names for and arXiv 2411.09510 compares: e3m1, e2m2, e1m3
+(5), e1m2 (4), e1m1 (3), with bias 2^(e-1) - 1, subnormals, neither Inf nor NaN. With one exponent bit all values are
+equally far apart.
+
+Values are clipped to the format's own maximum first: XLA turns f32 above 464 into an e4m3 NaN while the hardware cast
+saturates, and only after a clip do all implementations agree. Codes are made by integer arithmetic, not by a cast: XLA
+on GPUs drops a pair of casts f32 -> e4m3 -> f32 that meet in one program (it may keep excess precision), and with it
+the rounding. On CPUs it is faster as well.
 """
 
 from __future__ import annotations
@@ -45,7 +49,12 @@ ELEMENTS = {
         Element("int3", 3, 3.0, nan=0x04),
         Element("e3m2", 6, 28.0, 2, -2),
         Element("e2m3", 6, 7.5, 3, 0),
+        Element("e3m1", 5, 24.0, 1, -2),
+        Element("e2m2", 5, 7.0, 2, 0),
+        Element("e1m3", 5, 3.75, 3, 1),
         Element("e2m1", 4, 6.0, 1, 0),
+        Element("e1m2", 4, 3.5, 2, 1),
+        Element("e1m1", 3, 3.0, 1, 1),
     )
 }
 

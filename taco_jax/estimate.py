@@ -137,7 +137,9 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
         source += "python -m taco_jax.tune measures it"
     if least == tuned.NEVER:
         return f"  {codec:12} no messages: compressing never paid, {source}"
-    return f"  {codec:12} messages from {least:,} bytes, {source}"
+    sums = (tuned.find(codec, ranks, device) or tuned.Tuned(None, ())).sums
+    shots = f"; sums {tuned.describe_sums(sums)}" if sums else ""
+    return f"  {codec:12} messages from {least:,} bytes, {source}{shots}"
 
 
 def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
@@ -253,17 +255,18 @@ def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
 
 def _site_text(program: step_lib.Program) -> str:
     rows = program.table.rows()
-    columns = ("site", "direction", "operation", "axis", "codec", "calls", "MB/step", "bits", "ratio")
-    layout = "  {:34} {:9} {:13} {:9} {:12} {:>6} {:>10} {:>7} {:>6}"
+    columns = ("site", "direction", "operation", "axis", "codec", "calls", "MB/step", "bits", "ratio", "algorithm")
+    layout = "  {:34} {:9} {:13} {:9} {:12} {:>6} {:>10} {:>7} {:>6}  {}"
     title = "communication per step, sent by one device (bits per element and ratio against bf16)"
     lines = [title, layout.format(*columns)]
     for r in sorted(rows, key=lambda r: (r.kind, r.site)):
         ratio = r.bytes_bf16 / r.bytes if r.bytes else 1.0
         numbers = (r.calls, f"{r.bytes / 1e6:.3f}", f"{r.bits_per_element:.3f}", f"{ratio:.3f}")
-        lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers))
+        how = "{} ({})".format(*r.how) if r.how[0] else ""
+        lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers, how).rstrip())
         for level in r.levels:
             who = f"inside a host, {level.ranks} ranks" if level.name == "inside" else f"between {level.ranks} hosts"
-            numbers = (level.codec, r.calls, f"{r.bytes_of(level.name) / 1e6:.3f}", "", "")
+            numbers = (level.codec, r.calls, f"{r.bytes_of(level.name) / 1e6:.3f}", "", "", "")
             lines.append(layout.format(f"  {who}", "", "", "", *numbers).rstrip())
     sent, bf16 = program.table.total()
     everything, _ = program.table.total(None)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from taco_jax.codec import Codec, as_codec, check_choice
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
+SHOTS = ALGORITHMS[1:3]
 LINKS = ("auto", "nccl", "nvlink")
 BACKENDS = ("auto", "mosaic", "triton", "jnp")
 EXCHANGES = ("auto", "all_to_all", "ring")
@@ -99,7 +100,8 @@ class Compression:
       min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for the link.
       algorithm: two_shot, one_shot, hierarchical (inside hosts, between and inside again; with one host, or one rank
         on each, it is as auto would be there), or auto: hierarchical where the axis spans several hosts and the message
-        is large, else the exchange for two ranks, two_shot for more.
+        is large, else the algorithm that was measured as the faster one on this link (`python -m taco_jax.tune`), and
+        without a measurement the exchange for two ranks, two_shot for more.
       between_hosts: codec of what a hierarchical message sends between hosts, in both directions; None: the
         message's own.
       ranks_per_host: consecutive ranks of the axis that share a host; None: as JAX says of the devices.

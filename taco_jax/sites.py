@@ -61,7 +61,7 @@ class Row:
         in buckets), or "other" (scalars, norm weights, a sum of gradients without buckets).
       calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
       hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
-      levels: of a hierarchical message.
+      levels: of a hierarchical message. how: (algorithm, why it is taken) of a compressed sum.
     """
 
     site: str
@@ -78,6 +78,7 @@ class Row:
     bytes_bf16: float
     hlo: tuple[tuple[str, str, int], ...]
     levels: tuple[Level, ...] = ()
+    how: tuple[str, str] = ("", "")
 
     def bytes_of(self, level: str) -> float:
         """Sent by one device per step in a level, "inside" or "between"; 0 of a message that has none."""
@@ -162,7 +163,7 @@ def current_calls(direction: str = "backward") -> int:
 
 def add(
     site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None,
-    hlo=(), levels=(),
+    hlo=(), levels=(), how=("", ""),
 ) -> None:  # fmt: skip
     """Records a message if a table is being recorded; `sent` and `hlo` are by default those of the exact operation."""
     table = _table.get()
@@ -178,7 +179,7 @@ def add(
     bf16 = share * elements * 2
     table.add(
         Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo,
-            levels)
+            levels, how)
     )  # fmt: skip
 
 

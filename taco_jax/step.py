@@ -30,7 +30,7 @@ from taco_jax.collectives.hosts import ranks_per_host
 from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule, sequence_parallel
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
-from taco_jax.models import decoder
+from taco_jax.models import attention, decoder
 from taco_jax.models.parallel import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.pipeline import program as pipeline
@@ -415,7 +415,7 @@ def build(config: TrainConfig, mesh: Mesh) -> Program:
     return Program(config, mesh)
 
 
-def _attention(config: TrainConfig, mesh: Mesh) -> str | None:
+def _attention(config: TrainConfig, mesh: Mesh) -> str:
     platform, dtype = mesh.devices.flat[0].platform, config.compute_dtype
     if config.attention_implementation == "cudnn" and (platform != "gpu" or dtype == "float32"):
         raise ConfigError(
@@ -426,8 +426,7 @@ def _attention(config: TrainConfig, mesh: Mesh) -> str | None:
         raise ConfigError("compute_dtype='float16': JAX has no float16 attention on CPU; use 'bfloat16' or 'float32'")
     if config.attention_implementation is not None:
         return config.attention_implementation
-    head_dim = config.model.head_dim
-    return "cudnn" if platform == "gpu" and dtype != "float32" and head_dim % 8 == 0 and head_dim <= 128 else None
+    return attention.implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
 
 
 def _dp_sum(site: str, x):

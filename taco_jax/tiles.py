@@ -111,7 +111,7 @@ def decode(sections: list[jax.Array], n_tiles: int, block: int, rotation: str) -
         codes = codes.reshape(*codes.shape[:-1], -1, block * element.bits // 8)
         values.append(from_codes(element, wire.unpack(codes, element.bits)))
     q = jnp.take_along_axis(jnp.concatenate(values, axis=-2), jnp.argsort(order, axis=-1)[..., None], axis=-2)
-    s = block_scale.read("bfloat16", HIGH, wire.split_bytes(word & (_SIGN - 1), 2), None)
+    s = block_scale.read("bfloat16", HIGH, wire.split_bytes(word & (_SIGN - 1), 2), None, word.shape[-1])
     x = unrotate(q * s[..., None], rotation)
     v = lax.bitcast_convert_type(wire.join_bytes(planes[:2]) << 16, jnp.float32)
     at_d = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == d[..., None].astype(jnp.int32)

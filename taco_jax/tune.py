@@ -2,10 +2,10 @@
 
     python -m taco_jax.tune [--codecs taco int6h] [--output FILE]
 
-For each size and codec it times psum with the codec against psum without, in turn: first as one all_to_all and as a
-ring, then the faster of them in chunks. Prints a table and puts the result into the file that layers read
-(`taco_jax.tuned`), under the device's name, the number of ranks and the link; measure each link by itself
-(`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
+For each size and codec it times psum with the codec against psum without, in turn: in two hops, the first as one
+all_to_all and as a ring, and in one hop (one-shot); then the faster of the two in chunks, and one-shot too. Prints a
+table and puts the result into the file that layers read (`taco_jax.tuned`), under the device's name, the number of
+ranks and the link; measure each link by itself (`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from taco_jax import cli
 from taco_jax.codec import CODECS, FLOAT_DTYPES
 from taco_jax.config import ConfigError, nearest
-from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS
+from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS
 
 FACTOR = 4  # from one message size to the next
 TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
+# One-shot is left out at sizes beyond one at which it took so many times as long as two-shot: it sends P/2 times the
+# bytes, and needs memory for the messages of all ranks.
+HOPELESS = 2.0
 RANGE_BITS = {"bfloat16": 160, "float32": 160, "float16": 20}  # that values may grow by, half of it below 1
 
 
@@ -68,13 +72,33 @@ class TuneConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The fastest way of one codec at one size, and the exact psum timed in turn with it."""
+    """One way of one codec at one size, and the exact psum timed in turn with it."""
 
     bytes: int
     chunks: int
     exchange: str
     seconds: float
     exact_seconds: float
+    algorithm: str = "two_shot"
+
+    @property
+    def ratio(self) -> float:
+        """To the exact psum: times of two calls compare as ratios to the exact psum of the same call."""
+        return self.seconds / self.exact_seconds
+
+
+class Way(NamedTuple):
+    """How a sum goes. exchange is the first hop's of two; a sum in one hop has none."""
+
+    algorithm: str
+    chunks: int
+    exchange: str = "all_to_all"
+
+
+def winners(points: Sequence[Point]) -> list[Point]:
+    """The fastest of each size."""
+    sizes = sorted({p.bytes for p in points})
+    return [min((p for p in points if p.bytes == size), key=lambda p: p.ratio) for size in sizes]
 
 
 class StoppedError(RuntimeError):
@@ -157,16 +181,16 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     if any(points.values()):
         _print_table(points)
     result = {
-        codec: tuned.Tuned(crossover(found), tuple((p.bytes, p.chunks, p.exchange) for p in found))
+        codec: result_of(found)
         for codec, found in points.items()
         # A codec that did not pay yet might have at the sizes that are missing: that is not written down as never.
-        if not stopped or crossover(found) is not None
+        if not stopped or crossover(winners(found)) is not None
     }
     if result:
         tuned.write(file, entry, result)
         for codec, value in result.items():
             pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
-            print(f"{codec} pays {pays}")
+            print(f"{codec} pays {pays}; sums: {tuned.describe_sums(value.sums)}")
         print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
     if stopped:
         written = f"the sizes before it are written for {', '.join(result)}" if result else "nothing is written"
@@ -177,17 +201,32 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
 def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | None:
     """Adds what it measures to `points`. Returns where it had to stop and why, None if it did not: hours of measuring
     smaller messages are not lost with one that finds no memory."""
+    algorithms = dict.fromkeys(config.codecs, SHOTS)
     for nbytes in config.sizes:
         for codec in config.codecs:
             try:
-                points[codec].append(_best(config, mesh, codec, nbytes))
+                found = _best(config, mesh, codec, nbytes, algorithms[codec])
             except KeyboardInterrupt:
                 return f"interrupted at {size_name(nbytes)}, {codec}"
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 return f"stopped at {size_name(nbytes)}, {codec} ({reason}); try a smaller --largest"
-            print(_sentence(codec, points[codec][-1]), flush=True)
+            points[codec] += found
+            for point in found:
+                print(_sentence(codec, point), flush=True)
+            ratio = {p.algorithm: p.ratio for p in found}
+            if ratio.get("one_shot", 0) > HOPELESS * ratio["two_shot"]:
+                algorithms[codec] = ("two_shot",)
     return None
+
+
+def result_of(points: Sequence[Point]):
+    """What the file says of a codec."""
+    from taco_jax import tuned
+
+    best = [(p.bytes, p.chunks, p.exchange) for p in points if p.algorithm == "two_shot"]
+    sums = [(p.bytes, p.chunks, p.algorithm) for p in winners(points)]
+    return tuned.Tuned(crossover(winners(points)), tuple(best), tuple(sums))
 
 
 def crossover(points: Sequence[Point]) -> int | None:
@@ -200,23 +239,28 @@ def crossover(points: Sequence[Point]) -> int | None:
     return least
 
 
-def _best(config: TuneConfig, mesh, codec: str, nbytes: int) -> Point:
-    """The fastest exchange in the fewest chunks, then that exchange in more of them."""
+def _best(config: TuneConfig, mesh, codec: str, nbytes: int, algorithms: Sequence[str]) -> list[Point]:
+    """The fastest way of each algorithm: of two hops the fastest exchange in the fewest chunks, then that exchange in
+    more of them; of one hop the fastest number of chunks."""
     import jax.numpy as jnp
 
-    ranks = mesh.devices.size
     x = _tensor(mesh, nbytes // jnp.dtype(config.dtype).itemsize, config.dtype)
     chunks = sorted({c for c in config.chunks if c * config.smallest_chunk <= nbytes}) or [min(config.chunks)]
-    # Two ranks gather each other's wire in one hop: there is nothing to exchange.
-    exchanges = config.exchanges if ranks > 2 else config.exchanges[:1]
+    exchanges = config.exchanges
     if _in_one_kernel(config, mesh, codec, x):
         chunks, exchanges = [1], exchanges[:1]
-    found = _time(config, mesh, codec, x, [(chunks[0], exchange) for exchange in exchanges])
+
+    def ways(counts: Sequence[int], exchanges: Sequence[str]) -> list[Way]:
+        two_hops = [Way("two_shot", c, exchange) for c in counts for exchange in exchanges]
+        return two_hops + [Way("one_shot", c) for c in counts if "one_shot" in algorithms]
+
+    def fastest(algorithm: str) -> Point:
+        return min((p for p in found if p.algorithm == algorithm), key=lambda p: p.ratio)
+
+    found = _time(config, mesh, codec, x, ways(chunks[:1], exchanges))
     if len(chunks) > 1:
-        fastest = min(found, key=lambda p: p.seconds / p.exact_seconds).exchange
-        found += _time(config, mesh, codec, x, [(c, fastest) for c in chunks[1:]])
-    # Times of two calls compare as ratios to the exact psum of the same call.
-    return min(found, key=lambda p: p.seconds / p.exact_seconds)
+        found += _time(config, mesh, codec, x, ways(chunks[1:], [fastest("two_shot").exchange]))
+    return [fastest(algorithm) for algorithm in algorithms]
 
 
 def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
@@ -228,12 +272,12 @@ def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
     return any(name == "nvlink" for found in choices.values() for name, _ in found)
 
 
-def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[tuple[int, str]]) -> list[Point]:
-    """Medians of the ways (chunks, exchange), each round of them with an exact psum before it."""
+def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[Way]) -> list[Point]:
+    """Medians of the ways, each round of them with an exact psum before it."""
     nbytes = x.nbytes // mesh.devices.size
     rounds = _rounds(mesh, nbytes, config.dtype)
     programs = [_program(mesh, rounds, codec="none")]
-    programs += [_program(mesh, rounds, codec=codec, chunks=c, exchange=e, backend=config.backend) for c, e in ways]
+    programs += [_program(mesh, rounds, codec=codec, backend=config.backend, **way._asdict()) for way in ways]
     for program in programs:
         program(x).block_until_ready()
     seconds: list[list[float]] = [[] for _ in programs]
@@ -243,7 +287,7 @@ def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[tuple[int, str
             program(x).block_until_ready()
             times.append((time.perf_counter() - start) / rounds)
     exact, *medians = (statistics.median(times) for times in seconds)
-    return [Point(nbytes, c, e, median, exact) for (c, e), median in zip(ways, medians)]
+    return [Point(nbytes, w.chunks, w.exchange, median, exact, w.algorithm) for w, median in zip(ways, medians)]
 
 
 @functools.cache
@@ -291,26 +335,29 @@ def size_name(nbytes: int) -> str:
 
 
 def _row(point: Point) -> tuple[str, ...]:
-    ratio = point.exact_seconds / point.seconds
-    times = (f"{1e3 * point.exact_seconds:.3f}", f"{1e3 * point.seconds:.3f}", f"{ratio:.2f}")
-    return (size_name(point.bytes), *times, str(point.chunks), point.exchange)
+    times = (f"{1e3 * point.exact_seconds:.3f}", f"{1e3 * point.seconds:.3f}", f"{1 / point.ratio:.2f}")
+    exchange = point.exchange if point.algorithm == "two_shot" else ""
+    return (size_name(point.bytes), point.algorithm, *times, str(point.chunks), exchange)
 
 
 def _sentence(codec: str, point: Point) -> str:
-    size, exact, ours, ratio, chunks, exchange = _row(point)
-    return f"  {size:>8} {codec}: {ours} ms, exact {exact} ms, {ratio}x, chunks {chunks}, {exchange}"
+    size, algorithm, exact, ours, ratio, chunks, exchange = _row(point)
+    line = f"  {size:>8} {codec} {algorithm}: {ours} ms, exact {exact} ms, {ratio}x, chunks {chunks}"
+    return f"{line}, {exchange}" if exchange else line
 
 
 def _print_table(points: dict[str, list[Point]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="psum: time of the codec against the exact sum")
-    for column in ("codec", "message", "exact, ms", "codec, ms", "ratio", "chunks", "exchange"):
-        table.add_column(column, justify="left" if column in ("codec", "exchange") else "right")
+    table = Table(title="psum: time of the codec against the exact sum (*: the faster algorithm)")
+    for column in ("codec", "message", "algorithm", "exact, ms", "codec, ms", "ratio", "chunks", "exchange"):
+        table.add_column(column, justify="left" if column in ("codec", "algorithm", "exchange") else "right")
     for codec, found in points.items():
+        best = winners(found)
         for point in found:
-            table.add_row(codec, *_row(point))
+            size, algorithm, *rest = _row(point)
+            table.add_row(codec, size, f"{algorithm}{' *' if point in best else ''}", *rest)
     Console().print(table)
 
 

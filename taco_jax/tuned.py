@@ -1,15 +1,17 @@
 """What `python -m taco_jax.tune` measured on a machine: from what size a codec pays, in how many chunks, by which
-exchange. Read when a collective is traced.
+exchange, and in how many hops a sum is fastest. Read when a collective is traced.
 
     {"NVIDIA H100 80GB HBM3, 4 ranks, host memory": {"taco": {
-        "min_bytes": 262144,
-        "best": [{"bytes": 262144, "chunks": 1, "exchange": "all_to_all"}]}}}
+        "min_bytes": 65536,
+        "best": [{"bytes": 65536, "chunks": 1, "exchange": "all_to_all"}],
+        "sums": [{"bytes": 65536, "chunks": 1, "algorithm": "one_shot"}]}}}
 
-min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way at each measured
-size; a message takes that of the next smaller one. The file is ~/.cache/taco_jax/tuned.json, or the one that the
-environment variable TACO_JAX_TUNED names (an empty value: none). Any other key, and a codec that is no preset, is an
-error: it would never be read. The CPU emulator reads only a file that is named so:
-it compresses everything, so that what is trained there is what is asked for.
+min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way of two hops at each
+measured size; a message takes that of the next smaller one. sums: likewise, the algorithm that won for a sum and its
+chunks; files of earlier versions have none, and sums then go by the number of ranks alone. The file is
+~/.cache/taco_jax/tuned.json, or the one that the environment variable TACO_JAX_TUNED names (an empty value: none). Any
+other key, and a codec that is no preset, is an error: it would never be read. The CPU emulator reads only a file that
+is named so: it compresses everything, so that what is trained there is what is asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pallas_kernels import nvlink
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec import CODECS
-from taco_jax.plan import EXCHANGES, MAX_CHUNKS
+from taco_jax.plan import EXCHANGES, MAX_CHUNKS, SHOTS
 
 VARIABLE = "TACO_JAX_TUNED"
 # Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
@@ -50,15 +52,32 @@ class TunedFileError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """One codec on one link. min_bytes: None if compressing never paid. best: (bytes, chunks, exchange), by size."""
+    """One codec on one link. min_bytes: None if compressing never paid. best: (bytes, chunks, exchange), by size; sums:
+    (bytes, chunks, algorithm), empty where only one algorithm was measured."""
 
     min_bytes: int | None
     best: tuple[tuple[int, int, str], ...]
+    sums: tuple[tuple[int, int, str], ...] = ()
 
     def transport(self, nbytes: int) -> tuple[int, str]:
         """(chunks, exchange) for a message of `nbytes`."""
-        below = [row for row in self.best if row[0] <= nbytes]
-        return (below[-1] if below else self.best[0])[1:]
+        return _of_size(self.best, nbytes)[1:]
+
+    def winner(self, nbytes: int) -> tuple[int, int, str] | None:
+        """(bytes it was measured at, chunks, algorithm) for a sum of `nbytes`; None if that was not measured."""
+        return _of_size(self.sums, nbytes) if self.sums else None
+
+
+def _of_size(rows, nbytes: int):
+    """The row of the next smaller size, or of the smallest."""
+    below = [row for row in rows if row[0] <= nbytes]
+    return below[-1] if below else rows[0]
+
+
+def describe_sums(sums: tuple[tuple[int, int, str], ...]) -> str:
+    """Which algorithm wins from which size: "one_shot, two_shot from 1,048,576 bytes"."""
+    turns = [row for before, row in zip((None, *sums), sums) if before is None or before[2] != row[2]]
+    return ", ".join(row[2] + (f" from {row[0]:,} bytes" if i else "") for i, row in enumerate(turns))
 
 
 def default_path() -> Path:
@@ -121,30 +140,38 @@ def _tuned(file, key, value) -> Tuned:
     name = key.rpartition(": ")[2]
     if name not in CODECS or CODECS[name].exact:
         _refuse(file, key, value, "must be a codec preset that compresses")
-    unknown = sorted(fields.keys() ^ {"min_bytes", "best"})
+    unknown = sorted((fields.keys() ^ {"min_bytes", "best"}) - {"sums"})
     if unknown:
-        _refuse(file, f"{key}.{unknown[0]}", fields.get(unknown[0]), "must have exactly the keys min_bytes and best")
-    least, best = fields["min_bytes"], fields["best"]
+        rule = "must have exactly the keys min_bytes and best, and may have sums"
+        _refuse(file, f"{key}.{unknown[0]}", fields.get(unknown[0]), rule)
+    least = fields["min_bytes"]
     if least is not None and not _is_count(least, 0):
         _refuse(file, f"{key}.min_bytes", least, "must be a number of bytes, or null for never")
-    if not isinstance(best, list) or not best:
-        _refuse(file, f"{key}.best", best, "must be a list with an entry for each measured size")
+    best = _rows(file, f"{key}.best", fields["best"], "exchange", EXCHANGES[1:])
+    sums = _rows(file, f"{key}.sums", fields["sums"], "algorithm", SHOTS) if "sums" in fields else ()
+    return Tuned(least, best, sums)
+
+
+def _rows(file, key: str, listed, choice: str, valid: tuple[str, ...]) -> tuple[tuple[int, int, str], ...]:
+    """[{"bytes": ..., "chunks": ..., choice: one of valid}, ...] by size."""
+    if not isinstance(listed, list) or not listed:
+        _refuse(file, key, listed, "must be a list with an entry for each measured size")
     rows = []
-    for i, row in enumerate(best):
-        row = _dict(file, f"{key}.best[{i}]", row)
-        unknown = sorted(row.keys() - {"bytes", "chunks", "exchange"})
+    for i, row in enumerate(listed):
+        row = _dict(file, f"{key}[{i}]", row)
+        unknown = sorted(row.keys() - {"bytes", "chunks", choice})
         if unknown:
-            rule = "must have exactly the keys bytes, chunks and exchange"
-            _refuse(file, f"{key}.best[{i}].{unknown[0]}", row[unknown[0]], rule)
+            rule = f"must have exactly the keys bytes, chunks and {choice}"
+            _refuse(file, f"{key}[{i}].{unknown[0]}", row[unknown[0]], rule)
         for field, good, rule in (
             ("bytes", _is_count(row.get("bytes"), 0), "must be a number of bytes"),
             ("chunks", _is_count(row.get("chunks"), 1, MAX_CHUNKS), f"must be a number from 1 to {MAX_CHUNKS}"),
-            ("exchange", row.get("exchange") in EXCHANGES[1:], f"must be {' or '.join(EXCHANGES[1:])}"),
+            (choice, row.get(choice) in valid, f"must be {' or '.join(valid)}"),
         ):
             if not good:
-                _refuse(file, f"{key}.best[{i}].{field}", row.get(field), rule)
-        rows.append((row["bytes"], row["chunks"], row["exchange"]))
-    return Tuned(least, tuple(sorted(rows)))
+                _refuse(file, f"{key}[{i}].{field}", row.get(field), rule)
+        rows.append((row["bytes"], row["chunks"], row[choice]))
+    return tuple(sorted(rows))
 
 
 def _is_count(value, least: int, most: int = NEVER) -> bool:
@@ -180,6 +207,7 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
                 "min_bytes": tuned.min_bytes,
                 "best": [dict(zip(("bytes", "chunks", "exchange"), row)) for row in tuned.best],
             }
+            | ({"sums": [dict(zip(("bytes", "chunks", "algorithm"), row)) for row in tuned.sums]} if tuned.sums else {})
             for codec, tuned in by_codec.items()
         }
         for name, by_codec in content.items()
@@ -229,3 +257,9 @@ def transport(codec_name: str, ranks: int, nbytes: int) -> tuple[int, str]:
     """(chunks, exchange) of a message that leaves them open: the fastest measured, else one all_to_all."""
     tuned = find(codec_name, ranks)
     return (1, "all_to_all") if tuned is None else tuned.transport(nbytes)
+
+
+def winner(codec_name: str, ranks: int, nbytes: int) -> tuple[int, int, str] | None:
+    """`Tuned.winner` of a sum that leaves its algorithm open; None where nothing was measured."""
+    tuned = find(codec_name, ranks)
+    return None if tuned is None else tuned.winner(nbytes)

@@ -3,6 +3,7 @@
 import re
 
 import flax.linen as nn
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,35 +170,9 @@ def collectives(compiled):
     pattern = r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\((.*)"
     for shapes, opcode, rest in re.findall(pattern, compiled.as_text()):
         arrays = re.findall(r"([a-z]+\d+)\[([\d,]*)\]", shapes)
-        elements = sum(int(np.prod(_numbers(dims))) for _, dims in arrays)
-        found.append((opcode, arrays[0][0], elements, sorted(map(sorted, _groups(rest)))))
+        elements = sum(int(np.prod(hlo.numbers(dims))) for _, dims in arrays)
+        found.append((opcode, arrays[0][0], elements, sorted(map(sorted, hlo.groups_of(rest)))))
     return found
-
-
-def _groups(text):
-    """Groups of devices, in XLA's three ways to write them: lists, a rearranged iota, axes of a mesh."""
-    if match := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text):
-        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])] or [list(range(8))]
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _devices(match[2], match[3]).reshape(_numbers(match[1])).tolist()
-    mesh = re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", text
-    )
-    assert mesh and ":" not in mesh[4], text[:400]
-    names, sizes = zip(*(axis.split("=") for axis in mesh[1].split(",")), strict=True)
-    devices = _devices(mesh[2] or ",".join(sizes), mesh[3]).reshape([int(n) for n in sizes])
-    inner = [names.index(name) for name in mesh[4].split(",")]
-    outer = [d for d in range(len(names)) if d not in inner]
-    return devices.transpose(outer + inner).reshape(-1, np.prod([devices.shape[d] for d in inner])).tolist()
-
-
-def _devices(dims, order):
-    ids = np.arange(np.prod(_numbers(dims))).reshape(_numbers(dims))
-    return ids.transpose(_numbers(order)) if order else ids
-
-
-def _numbers(text):
-    return [int(n) for n in text.split(",") if n]
 
 
 def by_name(tree):

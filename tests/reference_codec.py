@@ -15,7 +15,16 @@ import numpy as np
 
 UNCALIBRATED = -(2**31)
 
-# name: bits, largest value, the dtype of ml_dtypes (None: two's complement integer)
+
+def small_float(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    """The magnitudes of a float that ml_dtypes has not, by their codes: bias 2^(e-1) - 1, neither Inf nor NaN."""
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    codes = [divmod(code, steps) for code in range(steps << exponent_bits)]
+    return np.array([2.0 ** (max(e, 1) - bias) * ((e > 0) + m / steps) for e, m in codes], np.float32)
+
+
+SMALL_FLOATS = {f"e{e}m{m}": small_float(e, m) for e, m in ((3, 1), (2, 2), (1, 3), (1, 2), (1, 1))}
+# name: bits, largest value, the dtype of ml_dtypes (None: two's complement integer, or a small float)
 ELEMENTS = {
     "e4m3": (8, 448.0, ml_dtypes.float8_e4m3fn),
     "e5m2": (8, 57344.0, ml_dtypes.float8_e5m2),
@@ -27,8 +36,14 @@ ELEMENTS = {
     "int5": (5, 15.0, None),
     "int4": (4, 7.0, None),
     "int3": (3, 3.0, None),
+    "e3m1": (5, 24.0, None),
+    "e2m2": (5, 7.0, None),
+    "e1m3": (5, 3.75, None),
+    "e1m2": (4, 3.5, None),
+    "e1m1": (3, 3.0, None),
 }
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "paper": 8}
+SHORT_SCALES = {"e5m0": 5, "e4m0": 4}
 # ue5m3 read as numbers: c = 1..254 is 2^(c // 8 - 15) (1 + (c % 8) / 8), relative to the site scale.
 UE5M3 = np.array([2.0 ** (c // 8 - 15) * (1 + c % 8 / 8) for c in range(255)])
 
@@ -86,6 +101,15 @@ class Reference:
                 ml_dtypes.bfloat16
             )
             return one / up.astype(f32), up.astype(f32), planes(up)
+        if self.scale in SHORT_SCALES:
+            bits, a = SHORT_SCALES[self.scale], 0 if exponent in (None, UNCALIBRATED) else exponent
+            powers = 2.0 ** (np.arange(2**bits - 1) - (2 ** (bits - 1) - 1) + a)
+            c = np.minimum(np.searchsorted(powers, s.astype(np.float64)), len(powers) - 1)
+            group = 8 // math.gcd(8, bits)
+            filled = np.zeros((1, -(-c.size // group) * group), np.uint8)
+            filled[0, : c.size] = c
+            s = powers[c].astype(f32)
+            return one / s, s, pack(filled, bits)[None]
         if self.scale == "ue5m3" and exponent not in (None, UNCALIBRATED):
             relative = s.astype(np.float64) * 2.0**-exponent
             c = np.clip(np.searchsorted(UE5M3, relative), 1, 254)
@@ -101,6 +125,8 @@ class Reference:
     def codes(self, z_MB, multiplier) -> np.ndarray:
         v = np.clip(z_MB * multiplier[:, None], -self.maximum, self.maximum).astype(np.float32)
         dtype = ELEMENTS[self.element][2]
+        if self.element in SMALL_FLOATS:
+            return round_to(SMALL_FLOATS[self.element], v, self.bits)
         if dtype is None:
             return np.rint(v).astype(np.int8).view(np.uint8) & ((1 << self.bits) - 1)
         return v.astype(dtype).view(np.uint8)
@@ -109,6 +135,9 @@ class Reference:
         dtype = ELEMENTS[self.element][2]
         if dtype is not None:
             return codes.view(dtype).astype(np.float32)
+        if self.element in SMALL_FLOATS:
+            sign = np.where(codes >> (self.bits - 1), -1, 1).astype(np.float32)
+            return sign * SMALL_FLOATS[self.element][codes & ((1 << (self.bits - 1)) - 1)]
         half = 1 << (self.bits - 1)
         return ((codes.astype(np.int32) ^ half) - half).astype(np.float32)
 
@@ -126,14 +155,7 @@ class Reference:
         return self.from_blocks(self.encode_blocks(self.to_blocks(x), exponent)[1], x.size).reshape(x.shape)
 
     def pack(self, codes_MB) -> np.ndarray:
-        """Codes -> bytes: element j of the block's g equal parts, first part lowest, is one little-endian number."""
-        parts = 8 // math.gcd(8, self.bits)
-        n_bytes = parts * self.bits // 8
-        q = codes_MB.reshape(len(codes_MB), parts, -1).astype(np.uint64)
-        shifts = np.arange(parts, dtype=np.uint64) * np.uint64(self.bits)
-        words = np.bitwise_or.reduce(q << shifts[None, :, None], axis=1)
-        runs = [(words >> np.uint64(8 * k)).astype(np.uint8) for k in range(n_bytes)]
-        return np.concatenate(runs, axis=1).ravel()
+        return pack(codes_MB, self.bits)
 
     def unpack(self, packed, n_blocks: int) -> np.ndarray:
         parts = 8 // math.gcd(8, self.bits)
@@ -178,6 +200,10 @@ class Reference:
     def wire_bytes(self, n: int) -> int:
         blocks = -(-n // self.block)
         end = blocks * self.block * self.bits // 8
+        if self.scale in SHORT_SCALES:  # scales travel in groups that fill whole bytes
+            bits = SHORT_SCALES[self.scale]
+            group = 8 // math.gcd(8, bits)
+            return 1024 * -(-(128 * -(-end // 128) + -(-blocks // group) * group * bits // 8) // 1024)
         for _ in range(SCALE_BYTES[self.scale]):
             end = 128 * -(-end // 128) + blocks
         return 1024 * -(-end // 1024)
@@ -198,6 +224,26 @@ REFERENCES = {
     "mxfp4": Reference("e2m1", 32, "none", "e8m0"),
     "mxint8": Reference("int8", 32, "none", "e8m0"),
 }
+
+
+def pack(codes_MB, bits: int) -> np.ndarray:
+    """Codes -> bytes: element j of the row's g equal parts, first part lowest, is one little-endian number."""
+    parts = 8 // math.gcd(8, bits)
+    n_bytes = parts * bits // 8
+    q = codes_MB.reshape(len(codes_MB), parts, -1).astype(np.uint64)
+    shifts = np.arange(parts, dtype=np.uint64) * np.uint64(bits)
+    words = np.bitwise_or.reduce(q << shifts[None, :, None], axis=1)
+    runs = [(words >> np.uint64(8 * k)).astype(np.uint8) for k in range(n_bytes)]
+    return np.concatenate(runs, axis=1).ravel()
+
+
+def round_to(magnitudes: np.ndarray, v: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of the nearest values, ties to the even code; the sign is the highest bit."""
+    above = np.minimum(np.searchsorted(magnitudes, np.abs(v)), len(magnitudes) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = magnitudes[above] - np.abs(v), np.abs(v) - magnitudes[below]
+    nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return (nearest | (np.signbit(v).astype(np.int64) << (bits - 1))).astype(np.uint8)
 
 
 def planes(words) -> np.ndarray:

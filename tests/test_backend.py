@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
-from pallas_kernels import Format, Geometry, KernelUnavailableError
+from pallas_kernels import Format, Geometry, KernelUnavailableError, selection
 from pallas_kernels.devices import region_device
 from taco_jax import CODECS, Codec, backend, noise
 from taco_jax.codec import as_codec
 from taco_jax.compat import varying_axes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
 
 
 class Package:
@@ -245,6 +246,21 @@ def test_layers_force_a_backend_too():
     with pytest.raises(KernelUnavailableError, match="CPU has no kernels"):
         f = lambda x: taco_jax.tensor_parallel.reduce_from_tp(x, "tp", compression)
         per_rank(f, 2, invarying_out=True)(np.ones((2, 16), np.float32))
+
+
+@pytest.mark.parametrize("changes", [{"element": "e2m2"}, {"scale": "e4m0"}, {"block": 8}, {"block": 16}])
+@pytest.mark.parametrize("device", [H100, A100])
+def test_kernels_refuse_what_they_lack(changes, device, monkeypatch):
+    """In one line each, forced or not, for codecs of arXiv 2411.09510's fields."""
+    monkeypatch.setattr(selection, "_triton_missing", lambda: None)
+    codec = dataclasses.replace(CODECS["mxfp4"], **changes)
+    for operation in ("encode", "reduce", "decode"):
+        name, reason = backend.choose(codec, device, "bfloat16", operation=operation)
+        (value,) = changes.values()
+        assert name == "jnp" and str(value) in reason and "\n" not in reason
+        with pytest.raises(KernelUnavailableError, match=f"cannot {operation} codec .*{value}"):
+            forced = "mosaic" if device is H100 else "triton"
+            backend.choose(codec, device, "bfloat16", operation=operation, backend=forced)
 
 
 def test_formats_are_codecs():

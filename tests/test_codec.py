@@ -72,9 +72,9 @@ def test_every_message_is_the_reference_byte_for_byte(preset, dtype, exponent):
 
 FIELDS = {
     "element": tuple(ELEMENTS),
-    "block": (32, 64, 256, 512),
+    "block": (8, 16, 32, 64, 256, 512),
     "rotation": ("none", "hadamard", "signed_hadamard"),
-    "scale": ("float32", "bfloat16", "e8m0", "ue5m3"),
+    "scale": ("float32", "bfloat16", "e8m0", "e5m0", "e4m0", "ue5m3"),
 }
 
 
@@ -84,7 +84,9 @@ def test_any_fields_write_the_reference_bytes(element, block, rotation, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("element,block,rotation,scale", list(itertools.product(*FIELDS.values())))
+@pytest.mark.parametrize(
+    "element,block,rotation,scale", list(itertools.product(*(FIELDS | {"block": (8, 32, 512)}).values()))
+)
 def test_all_fields_write_the_reference_bytes(element, block, rotation, scale):
     check_fields(element, block, rotation, scale)
 
@@ -113,6 +115,16 @@ def test_wire_bytes_by_hand():
     # 257 blocks of 24 bytes: codes to 6,168; plane at 6,272, to 6,529.
     assert CODECS["mxfp6"].wire_bytes(8193) == 7168
     assert CODECS["none"].wire_bytes(1000) == 2000
+    # 513 blocks of 16 bytes: codes to 8,208, scales at 8,320; 520 scales of 5 bits (8 in 5 bytes) to 8,645, 514 of 4 to
+    # 8,577, 513 of 8 to 8,833.
+    for scale, bits in (("e5m0", 4 + 5 / 32), ("e4m0", 4.125), ("e8m0", 4.25)):
+        codec = dataclasses.replace(CODECS["mxfp4"], scale=scale)
+        assert codec.wire_bytes(32 * 512 + 1) == 9216 and codec.bits == bits
+    # What the paper recommends: 8 million elements in so many bits each.
+    paper = {(16, "e5m0"): 4.3125, (8, "e4m0"): 4.5, (32, "e4m0"): 4.125}
+    for (block, scale), bits in paper.items():
+        codec = Codec("e2m1", block, "none", scale)
+        assert codec.bits == bits and codec.wire_bytes(1 << 23) * 8 / (1 << 23) == bits
 
 
 BITS = {

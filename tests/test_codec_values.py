@@ -52,6 +52,26 @@ def test_site_scale_is_worth_nothing_to_floats_and_2_to_3_5_db_to_integers():
         assert abs(np.mean(gains)) < 0.3 if element == "e4m3" else 2 < np.mean(gains) < 3.5, (element, gains)
 
 
+@pytest.mark.parametrize("scale,bits", [("e5m0", 5), ("e4m0", 4)])
+def test_short_scales_are_e8m0_within_their_range(scale, bits):
+    """And beyond it codes clip, or the smallest scale is taken. A site scale moves the range."""
+    x = gaussian(1 << 14)
+    full, codec = Codec("e2m2", 32, "none", "e8m0"), Codec("e2m2", 32, "none", scale)
+    np.testing.assert_array_equal(round_trip(codec, x), round_trip(full, x))
+    most = 2 ** (bits - 1) - 1
+    far = np.repeat(np.float32(2.0) ** np.array([-most - 9, -most, most, most + 9]), 32)
+    y = np.asarray(round_trip(codec, far)).reshape(4, 32)[:, 0]
+    # The scales are 2^-most to 2^most; 7 is the largest value and 1/4 the smallest.
+    assert y.tolist() == [0, 2.0**-most, 2.0**most, 7 * 2.0**most]
+    for exponent in (-40, 40):
+        moved = np.ldexp(x, exponent)
+        np.testing.assert_array_equal(
+            round_trip(codec, moved, exponent), np.ldexp(np.asarray(round_trip(full, x)), exponent)
+        )
+        assert np.isclose(np.asarray(round_trip(codec, moved)).max(), 0 if exponent < 0 else 7 * 2.0**most)
+    np.testing.assert_array_equal(round_trip(codec, x, UNCALIBRATED), round_trip(codec, x))
+
+
 def right_exponent(codec, x) -> int:
     """ceil(log2(largest s)), computed without the codec."""
     z = Reference(codec.element, codec.block, codec.rotation, "float32").to_blocks(x)
@@ -139,6 +159,7 @@ def test_scale_site_has_one_power_of_two_for_all(element):
 
 
 EDGE = {**{name: CODECS[name] for name in PRESETS}, "site": Codec("int6", 128, "hadamard", "site")}
+SHORT = {"e5m0": Codec("e2m2", 16, "none", "e5m0"), "e4m0": Codec("int4", 8, "hadamard", "e4m0")}
 
 
 @pytest.mark.parametrize("name", EDGE)
@@ -174,9 +195,9 @@ def test_edge_values(name):
         assert snr_db(cases["subnormal_f16"], y["subnormal_f16"]) > 15
 
 
-@pytest.mark.parametrize("name", [*EDGE, "taco calibrated"])
+@pytest.mark.parametrize("name", [*EDGE, *SHORT, "taco calibrated"])
 def test_a_block_that_is_not_finite_becomes_nan_and_no_other(name):
-    codec, exponent = (CODECS["taco"], -6) if name == "taco calibrated" else (EDGE[name], None)
+    codec, exponent = (CODECS["taco"], -6) if name == "taco calibrated" else ((EDGE | SHORT)[name], None)
     blocks = 6
     x = gaussian(blocks * codec.block - 5, seed=4)  # a partial last block
     bad = {}

@@ -9,7 +9,7 @@ import pytest
 from hlo import collectives
 from jax import lax
 from pairs import pairwise
-from reference_codec import REFERENCES, snr_db
+from reference_codec import REFERENCES, Reference, snr_db
 from reference_collectives import (
     model_all_gather,
     model_all_to_all,
@@ -21,7 +21,7 @@ from reference_collectives import (
 from shards import bits_of_every_device, per_rank
 
 import taco_jax
-from taco_jax import sites
+from taco_jax import Codec, sites
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -52,7 +52,9 @@ GRID = {
 }
 
 
-def check_operation(operation, codec, ranks, dtype):
+def check_operation(operation, codec, ranks, dtype, reference=None):
+    """reference: of a codec that is no preset."""
+    reference = reference or REFERENCES[codec]
     model, run = OPERATIONS[operation]
     if operation == "psum":  # auto: the exchange for two ranks, else two-shot
         model = model_one_shot if ranks == 2 else model_two_shot
@@ -71,7 +73,7 @@ def check_operation(operation, codec, ranks, dtype):
         lowered = program.lower(x_P)
     compiled = lowered.compile()
 
-    expected, messages = model(REFERENCES[codec], x_P.astype(np.float32), exponent)
+    expected, messages = model(reference, x_P.astype(np.float32), exponent)
     assert collectives(compiled) == sorted((opcode, "uint8", n) for opcode, n in messages)
     (row,) = table.rows()
     assert sorted(row.hlo) == collectives(compiled)
@@ -83,7 +85,7 @@ def check_operation(operation, codec, ranks, dtype):
     read = [np.asarray(y)] * ranks if invarying else np.asarray(y)
     for rank in range(ranks):
         assert read[rank].shape == expected[rank].shape
-        close(REFERENCES[codec], read[rank], expected[rank].astype(x_P.dtype))
+        close(reference, read[rank], expected[rank].astype(x_P.dtype))
     if invarying:
         assert len(set(bits_of_every_device(y))) == 1
     assert bits_of_every_device(program(x_P)) == bits_of_every_device(y)
@@ -101,6 +103,12 @@ def close(ref, y, expected):
 @pytest.mark.parametrize("operation,codec,ranks,dtype", pairwise(**GRID))
 def test_values_bytes_and_bits(operation, codec, ranks, dtype):
     check_operation(operation, codec, ranks, dtype)
+
+
+@pytest.mark.parametrize("operation", ["two_shot", "one_shot", "psum_scatter"])
+@pytest.mark.parametrize("fields", [("e2m2", 16, "none", "e5m0"), ("e1m2", 8, "none", "e4m0")])
+def test_short_elements_and_scales(operation, fields):
+    check_operation(operation, Codec(*fields), 4, "float32", Reference(*fields))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from reference_codec import SMALL_FLOATS, round_to
 
 from taco_jax.elements import ELEMENTS, from_codes, to_codes
 
@@ -19,6 +20,7 @@ FLOATS = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
 }
+SMALL = {name: np.concatenate([-values[:0:-1], values]) for name, values in SMALL_FLOATS.items()}  # ml_dtypes has none
 INTEGERS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
 codes_of = jax.jit(to_codes, static_argnums=0)
 values_of = jax.jit(from_codes, static_argnums=0)
@@ -53,6 +55,30 @@ def test_values_round_as_in_ml_dtypes(name):
     x = np.clip(x, -ELEMENTS[name].maximum, ELEMENTS[name].maximum).astype(np.float32)
     x = x[(np.abs(x) > 1e-37) | (x == 0)]  # XLA flushes subnormals
     np.testing.assert_array_equal(codes_of(ELEMENTS[name], x), x.astype(FLOATS[name]).view(np.uint8))
+
+
+def test_all_elements_are_here():
+    assert {*FLOATS, *SMALL, *INTEGERS} == {*ELEMENTS}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_floats_have_the_values_of_their_definition_and_round_to_the_nearest(name):
+    element, values = ELEMENTS[name], SMALL_FLOATS[name]
+    assert element.bits == 1 + int(name[1]) + int(name[3]) and element.maximum == values[-1] and element.nan is None
+    codes = np.arange(1 << element.bits).astype(np.uint8)
+    np.testing.assert_array_equal(values_of(element, codes), np.concatenate([values, -values]))
+    borders = np.concatenate([SMALL[name], (SMALL[name][1:] + SMALL[name][:-1]) / 2])
+    sweep = np.random.default_rng(0).uniform(-element.maximum, element.maximum, 5000).astype(np.float32)
+    x = np.concatenate([borders, np.nextafter(borders, np.float32(9)), np.nextafter(borders, np.float32(-9)), sweep])
+    x = np.clip(x, -element.maximum, element.maximum).astype(np.float32)
+    x = x[(np.abs(x) > 1e-37) | (x == 0)]  # XLA flushes subnormals
+    np.testing.assert_array_equal(codes_of(element, x), round_to(values, x, element.bits))
+
+
+def test_small_floats_by_hand():
+    assert SMALL_FLOATS["e1m2"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
+    assert SMALL_FLOATS["e2m2"].tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7]
+    assert SMALL_FLOATS["e3m1"].tolist() == [0, 1 / 8, 1 / 4, 3 / 8, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24]
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -101,6 +127,8 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(name):
     y = np.asarray(repeated(element, x, 5000), np.float64)
     if name in FLOATS:
         grid = np.unique(finite_codes(name).view(FLOATS[name]).astype(np.float64))
+    elif name in SMALL:
+        grid = SMALL[name].astype(np.float64)
     else:
         grid = np.arange(-element.maximum, element.maximum + 1)
     above = np.searchsorted(grid, x)

@@ -50,6 +50,7 @@ def test_report_allocates_nothing_and_lists_every_site(program):
     for site in ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head"):
         assert re.search(rf"^  {site} .* (taco|int8h) ", text, re.M), site
     assert re.search(r"^  dp/grads/0 .* int8h ", text, re.M)
+    assert re.search(r"^  layers/attn/out .* taco .* two_shot \(the rule for 4 ranks\)$", text, re.M)
     for exact in ("head/softmax", "scales/amax"):
         assert re.search(rf"^  {exact} .* none ", text, re.M), exact
     sent, bf16 = program.table.total()
@@ -117,6 +118,9 @@ def test_from_what_size_messages_are_compressed(program, monkeypatch, tmp_path):
     name = tuned.entry_name("cpu", 4)
     tuned.write(file, name, {"taco": tuned.Tuned(1 << 20, ((1, 1, "ring"),))})
     assert line() == f"  taco         messages from 1,048,576 bytes, tuned for {name} in {file}"
+    sums = tuple((4**i, 1, "two_shot" if i in (2, 3) else "one_shot") for i in range(5))
+    tuned.write(file, name, {"taco": tuned.Tuned(0, ((1, 1, "ring"),), sums)})
+    assert line().endswith(f"in {file}; sums one_shot, two_shot from 16 bytes, one_shot from 256 bytes")
     tuned.write(file, name, {"taco": tuned.Tuned(None, ((1, 1, "all_to_all"),))})
     assert "no messages: compressing never paid, tuned for" in line()
 

@@ -1,12 +1,16 @@
 """What the programs in experiments/ refuse: one line and exit code 2, before anything is measured or written; and how
 they go on after a run that fails."""
 
+import dataclasses
 import importlib
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+from model_helpers import QWEN2
 
+from pallas_kernels.nvlink import hardware
 from taco_jax import cli
 
 LINKS = ["--config", "experiments/quickstart.py"]
@@ -34,6 +38,15 @@ BAD = [
     ("bench_step", [*LINKS, "--rounds", "0"], "--rounds=0: must be at least 1"),
     ("bench_step", [*LINKS, "--chains", "2"], "--chains 2: no flag for a study's runs: a variant has its own"),
     ("bench_step", [*LINKS, "--mesh.tp", "3"], "3"),
+    ("bench_ttft", ["--variants", "none", "free", "tacoo"], "--variants='tacoo': "),
+    ("bench_ttft", ["--variants", "none", "free", "int4h,blok=32"], "'blok=32' must be FIELD=VALUE; did you mean"),
+    ("bench_ttft", ["--variants", "none", "free", "taco:nvlinkk"], "--variants (link)='nvlinkk': did you mean"),
+    ("bench_ttft", ["--variants", "none", "taco"], "--variants=none taco: must have none and free to compare"),
+    ("bench_ttft", ["--rounds", "4"], "--rounds=4: must be at least 5"),
+    ("bench_ttft", ["--lengths", "0"], "--lengths=0: must be integers of at least 1"),
+    ("bench_ttft", ["--model", "qwen7b"], "--model='qwen7b': "),
+    ("bench_ttft", ["--layers", "29"], "--layers=29: must be from 1 to the preset's 28"),
+    ("bench_ttft", ["--tp", "3"], "tp 3 does not divide 28"),
     ("tokenize_corpus", ["--corpus", ".", "--merges", "nowhere"], "--merges=nowhere: no such file; name GPT-2's"),
     ("tokenize_corpus", ["--corpus", "nowhere", "--merges", "README.md"], "--corpus=nowhere: must be a folder with"),
     ("link_study", [*LINKS, "--links", "nvlinkk"], "--links='nvlinkk': did you mean 'nvlink'?"),
@@ -116,6 +129,61 @@ def test_what_a_variant_saves_of_the_time_of_messages(program):
     assert found["none"]["saved"] == 0 and found["free"]["saved"] == 1
     assert found["none"]["fastest_ms"] == pytest.approx(190) and found["none"]["slowest_ms"] == pytest.approx(210)
     assert study.summarise({"none": [0.1], "free": [0.1]})["none"]["saved"] is None
+
+
+def test_time_to_first_token_in_several_goes(program, tmp_path, monkeypatch, capsys):
+    """On emulated devices: what is measured, what does not fit, what a later go adds, under which link."""
+    study, out = program("bench_ttft"), tmp_path / "out"
+    monkeypatch.setattr(study, "preset", lambda name: dataclasses.replace(QWEN2, d_model=512))
+    arguments = [
+        "--out",
+        str(out),
+        "--tp",
+        "4",
+        "--rounds",
+        "5",
+        "--variants",
+        "none",
+        "free",
+        "taco",
+        "mxfp4,block=16",
+    ]
+    assert cli.run(study.main, [*arguments, "--lengths", "32,128", "--batches", "1", "--seconds", "inf"]) == 0
+    printed = capsys.readouterr().out
+    assert "1x128: skipped, the model's longest sequence has 64 tokens" in printed and " ms, none " in printed
+    # Too little memory for any: the larger one is not even compiled.
+    one = ["--variants", "none", "free", "--link-name", "another", "--memory-gb", "1e-6", "--lengths", "32"]
+    assert cli.run(study.main, [*arguments[:-5], *one, "--batches", "2,4"]) == 0
+    assert cli.run(study.main, [*arguments, "--lengths", "32", "--batches", "1,2"]) == 0
+    assert "1x32: measured before" in capsys.readouterr().out
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["results"]) == ["cpu", "another"] and len(summary["goes"]) == 2
+    measured, skipped = summary["results"].values()
+    assert list(measured) == ["1x32", "1x128", "2x32"] and "needs 0.0 GB, of 0.0 GB" in skipped["2x32"]["skipped"]
+    assert skipped["4x32"]["skipped"] == "larger than 2x32, which does not fit"
+    for shape in ("1x32", "2x32"):
+        found = measured[shape]
+        assert list(found) == ["none", "free", "taco", "mxfp4,block=16"]
+        for row in found.values():
+            assert 0 < row["fastest_ms"] <= row["ms"] <= row["slowest_ms"] and row["rounds"] == 5
+            assert row["speedup"] == pytest.approx(found["none"]["ms"] / row["ms"])
+        assert found["free"]["mb_sent"] == 0 < found["mxfp4,block=16"]["mb_sent"] < found["none"]["mb_sent"]
+    text = (out / "README.md").read_text()
+    assert "## Emulated on a CPU" in text and all(f"* {f}: " in text for f in ("date", "hardware", "commit", "command"))
+    assert "| 2x32 | " in text and "* 1x128: skipped, the model's" in text
+    assert (out / "ttft.png").exists()
+    assert cli.run(study.main, [*arguments, "--lengths", "32", "--layers", "1"]) == 2
+    assert "summary.json: layers=2: this run has 1; name another --out" in capsys.readouterr().err
+
+
+def test_the_name_of_the_link(program, monkeypatch):
+    seen, gpu = program("bench_ttft").link_seen, SimpleNamespace(platform="gpu", device_kind="a kind")
+    monkeypatch.setattr(hardware, "missing", lambda kind: None if kind == "a kind" else "no NVLink")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert seen(gpu, 4) == "nvlink" and seen(gpu, 1) == "one device"
+    assert seen(SimpleNamespace(platform="gpu", device_kind="another"), 4) == "nvlink or pcie p2p"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert seen(gpu, 4) == "host"
 
 
 def record(step=1, **more):

@@ -7,7 +7,7 @@ from helpers import make_mesh
 
 from taco_jax import cli, tune, tuned
 from taco_jax.config import ConfigError
-from taco_jax.tune import Point, TuneConfig, check, crossover
+from taco_jax.tune import Point, TuneConfig, Way, check, crossover, winners
 
 SMALL = ("--codecs", "taco", "mxfp4", "--smallest", "4096", "--largest", "20000", "--smallest-chunk", "8192",
          "--repeats", "1", "--ranks", "4")  # fmt: skip
@@ -30,6 +30,9 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
     for value in found.values():
         assert [row[0] for row in value.best] == [4096, 16384]
         assert value.best[0][1] == 1 and value.best[1][1] in (1, 2)  # 4 chunks of 16 KiB would be too small
+        assert [row[0] for row in value.sums] == [4096, 16384]
+        assert {row[2] for row in value.sums} <= {"one_shot", "two_shot"}
+    assert "taco one_shot: " in out and "taco two_shot: " in out and "; sums: " in out
     # Layers read it where the variable names it.
     monkeypatch.setenv("TACO_JAX_TUNED", str(file))
     assert tuned.transport("taco", 4, 16384) == found["taco"].best[1][1:]
@@ -37,10 +40,10 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile\n"), KeyboardInterrupt()])
 def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, monkeypatch):
-    def best(config, mesh, codec, nbytes):
+    def best(config, mesh, codec, nbytes, algorithms):
         if nbytes == 16 << 10 and codec == "mxfp4":
             raise error
-        return Point(nbytes, 1, "ring", 1.0 if codec == "mxfp4" or nbytes > 4096 else 3.0, 2.0)
+        return [Point(nbytes, 1, "ring", 1.0 if codec == "mxfp4" or nbytes > 4096 else 3.0, 2.0)]
 
     monkeypatch.setattr(tune, "_best", best)
     file = tmp_path / "tuned.json"
@@ -55,8 +58,9 @@ def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, m
     assert err == f"error: {reason}; the sizes before it are written for taco, mxfp4\n"
     assert f"written to {file}" in out and "16 KiB" in out
     (found,) = tuned.read(file).values()
-    assert found["mxfp4"] == tuned.Tuned(4096, ((4096, 1, "ring"),))
-    assert found["taco"] == tuned.Tuned(16384, ((4096, 1, "ring"), (16384, 1, "ring")))
+    two_shot = (4096, 1, "two_shot"), (16384, 1, "two_shot")
+    assert found["mxfp4"] == tuned.Tuned(4096, ((4096, 1, "ring"),), two_shot[:1])
+    assert found["taco"] == tuned.Tuned(16384, ((4096, 1, "ring"), (16384, 1, "ring")), two_shot)
     # At 4 KiB taco does not pay. That says nothing of larger messages: what the file has of it stays.
     assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "taco"]) == 1
     assert capsys.readouterr().err == f"error: {reason}; the sizes before it are written for mxfp4\n"
@@ -71,20 +75,47 @@ def test_the_ways_that_are_tried(monkeypatch):
 
     def time(config, mesh, codec, x, ways):
         tried.append(list(ways))
-        seconds = {(1, "ring"): 2.0, (2, "ring"): 1.0}
-        return [Point(x.nbytes // 4, *way, seconds.get(way, 3.0), 2.5) for way in ways]
+        seconds = {two(1, "ring"): 2.0, two(2, "ring"): 1.0, one(4): 0.5}
+        return [Point(x.nbytes // 4, w.chunks, w.exchange, seconds.get(w, 3.0), 2.5, w.algorithm) for w in ways]
 
+    two, one = lambda *way: Way("two_shot", *way), lambda chunks: Way("one_shot", chunks)
     monkeypatch.setattr(tune, "_time", time)
-    config = TuneConfig(smallest_chunk=1024)
-    best = tune._best(config, make_mesh(tp=4), "taco", 4096)
-    assert tried == [[(1, "all_to_all"), (1, "ring")], [(2, "ring"), (4, "ring")]]
-    assert best == Point(4096, 2, "ring", 1.0, 2.5)
+    config, both = TuneConfig(smallest_chunk=1024), ("one_shot", "two_shot")
+    best = tune._best(config, make_mesh(tp=4), "taco", 4096, both)
+    first = [two(1, "all_to_all"), two(1, "ring"), one(1)]
+    assert tried == [first, [two(2, "ring"), two(4, "ring"), one(2), one(4)]]
+    assert best == [Point(4096, 4, "all_to_all", 0.5, 2.5, "one_shot"), Point(4096, 2, "ring", 1.0, 2.5)]
     tried.clear()
-    tune._best(TuneConfig(smallest_chunk=4096), make_mesh(tp=4), "taco", 4096)
-    assert tried == [[(1, "all_to_all"), (1, "ring")]]
+    tune._best(TuneConfig(smallest_chunk=4096), make_mesh(tp=4), "taco", 4096, both)
+    assert tried == [first]
     tried.clear()
-    tune._best(config, make_mesh(tp=2), "taco", 4096)  # two ranks exchange in one hop
-    assert tried == [[(1, "all_to_all")], [(2, "all_to_all"), (4, "all_to_all")]]
+    (best,) = tune._best(config, make_mesh(tp=4), "taco", 4096, ("two_shot",))
+    assert tried == [first[:2], [two(2, "ring"), two(4, "ring")]] and best.algorithm == "two_shot"
+
+
+def test_one_shot_beside_two_shot(monkeypatch, tmp_path, capsys):
+    """What wins goes into the file; one-shot is no more tried once it is hopeless."""
+    asked = []
+
+    def best(config, mesh, codec, nbytes, algorithms):
+        asked.append((nbytes >> 10, algorithms))
+        found = {"one_shot": Point(nbytes, 1, "all_to_all", nbytes / 4096, 5.0, "one_shot")}
+        found["two_shot"] = Point(nbytes, 2, "ring", 3.0, 5.0)
+        return [found[algorithm] for algorithm in algorithms]
+
+    monkeypatch.setattr(tune, "_best", best)
+    file = tmp_path / "tuned.json"
+    arguments = ["--codecs", "taco", "--smallest", "4096", "--largest", str(1 << 20), "--output", str(file)]
+    assert cli.run(tune.main, arguments) == 0
+    both, two = ("one_shot", "two_shot"), ("two_shot",)
+    assert asked == [(4, both), (16, both), (64, both), (256, two), (1024, two)]
+    (found,) = tuned.read(file).values()
+    sizes = [4**i << 12 for i in range(5)]
+    sums = [(sizes[0], 1, "one_shot"), *((size, 2, "two_shot") for size in sizes[1:])]
+    assert found["taco"] == tuned.Tuned(4096, tuple((size, 2, "ring") for size in sizes), tuple(sums))
+    assert "taco pays from 4 KiB; sums: one_shot, two_shot from 16,384 bytes" in capsys.readouterr().out
+    points = [Point(1, 1, "ring", 2.0, 3.0), Point(1, 1, "ring", 1.0, 1.0, "one_shot")]
+    assert winners(points) == points[:1]  # by the ratio to the exact sum of the same call
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import counts
@@ -12,7 +13,7 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels.nvlink import hardware
-from taco_jax import tuned
+from taco_jax import sites, tuned
 from taco_jax.tuned import Tuned, TunedFileError
 
 NAME = "cpu, 4 ranks, nvlink or pcie p2p"
@@ -30,10 +31,11 @@ def file(tmp_path, monkeypatch):
 def test_written_and_read(file):
     assert tuned.read(file) == {}
     tuned.write(file, NAME, {"taco": TACO})
-    tuned.write(file, NAME, {"int8h": Tuned(None, TACO.best)})
+    both = Tuned(None, TACO.best, ((1, 1, "one_shot"), (2, 3, "two_shot")))
+    tuned.write(file, NAME, {"int8h": both})
     tuned.write(file, "another machine", {"taco": Tuned(0, TACO.best)})
     assert tuned.read(file) == {
-        NAME: {"taco": TACO, "int8h": Tuned(None, TACO.best)}, "another machine": {"taco": Tuned(0, TACO.best)},
+        NAME: {"taco": TACO, "int8h": both}, "another machine": {"taco": Tuned(0, TACO.best)},
     }  # fmt: skip
     assert [p.name for p in file.parent.iterdir()] == ["tuned.json"]
 
@@ -61,6 +63,62 @@ def test_layers_do_as_tuned(file):
     # What is said wins over what was measured.
     explicit = taco_jax.Compression("int8h", min_bytes=0, chunks=1, exchange="all_to_all")
     assert sent(2048, explicit) == {"all-to-all": 1, "all-gather": 1}
+
+
+ONE_THEN_TWO = ((1024, 1, "one_shot"), (8192, 4, "two_shot"), (16384, 2, "one_shot"))
+
+
+def test_a_sum_takes_the_algorithm_that_won(file):
+    """On any number of ranks; where nothing was measured two ranks exchange, and more go in two hops."""
+    compression = taco_jax.Compression("taco", min_bytes=0)
+    for ranks in (2, 4):
+        assert sent(512, compression, ranks) == (
+            {"all-gather": 1} if ranks == 2 else {"all-to-all": 1, "all-gather": 1}
+        )
+        tuned.write(file, NAME.replace("4", str(ranks)), {"taco": Tuned(0, TACO.best, ONE_THEN_TWO)})
+        assert sent(512, compression, ranks) == {"all-gather": 1}
+        first = {"collective-permute": 4 * (ranks - 1)}  # the exchange is that of `best` at this size
+        assert sent(2048, compression, ranks) == first | {"all-gather": 4}
+        assert sent(4096, compression, ranks) == {"all-gather": 2}
+    # What is said wins over what was measured, and levels over both; a file of before has no say in it.
+    two_shot = taco_jax.Compression("taco", min_bytes=0, algorithm="two_shot", exchange="all_to_all", chunks=1)
+    assert sent(512, two_shot) == {"all-to-all": 1, "all-gather": 1}
+    levels = taco_jax.Compression("taco", min_bytes=0, ranks_per_host=2, chunks=1)
+    assert sent(512, levels)["all-gather"] > 1
+    assert sent(512, compression, 8) == {"all-to-all": 1, "all-gather": 1}
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best)})
+    assert sent(512, compression) == {"all-to-all": 1, "all-gather": 1}
+
+
+def test_only_sums_take_it(file):
+    tuned.write(file, NAME, {"taco": Tuned(0, ((1024, 2, "all_to_all"),), ((1024, 1, "one_shot"),))})
+    x_P = np.ones((4, 2048), np.float32)
+    scatter = per_rank(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", chunks=None), 4)
+    assert counts(scatter.lower(x_P).compile()) == {"all-to-all": 2}
+    # The gradient of `copy` is a sum.
+    pull = lambda x: jax.vjp(lambda x: taco_jax.copy(x, "tp", codec="taco", chunks=None), x)[1]
+    back = per_rank(lambda x: pull(jnp.zeros(2048))(x)[0], 4, invarying_out=True)
+    assert counts(back.lower(x_P).compile()) == {"all-gather": 1}
+
+
+def test_the_site_table_says_which_and_why(file):
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, ONE_THEN_TWO)})
+    x_P = np.ones((4, 4096), np.float32)
+
+    def how(**options):
+        f = lambda x: taco_jax.psum(x[: options.pop("elements", None)], "tp", codec="taco", **options)
+        with sites.record() as table:
+            per_rank(f, 4, invarying_out=True).lower(x_P)
+        (row,) = table.rows()
+        return row.how
+
+    assert how() == ("one_shot", "the faster one at 16,384 bytes, as tuned for 4 ranks of this link")
+    assert how(elements=2048) == ("two_shot", "the faster one at 8,192 bytes, as tuned for 4 ranks of this link")
+    assert how(algorithm="one_shot") == ("one_shot", "as configured")
+    assert how(ranks_per_host=2) == ("hierarchical", "its ranks are on several hosts")
+    assert how(min_bytes=1 << 20) == ("", "")
+    file.unlink()
+    assert how() == ("two_shot", "the rule for 4 ranks")
 
 
 def test_raw_collectives_ask_only_where_they_are_told_to(file):
@@ -161,6 +219,11 @@ def entry(**changes):
             json.dumps({"a": {"taco": entry(best=[{"bytes": 1, "chunks": 1, "exchange": "ring", "x": 2}])}}),
             "taco.best[0].x=2: must have exactly the keys bytes, chunks and exchange",
         ),
+        (
+            json.dumps({"a": {"taco": entry(sums=[{"bytes": 1, "chunks": 1, "algorithm": "ring"}])}}),
+            'taco.sums[0].algorithm="ring": must be one_shot or two_shot',
+        ),
+        (json.dumps({"a": {"taco": entry(sums=[])}}), "'a': taco.sums=[]: must be a list"),
         (json.dumps({"a": {"tacoo": entry()}}), "'a': tacoo={\"min_bytes\": 1"),
         (json.dumps({"a": {"none": entry()}}), "must be a codec preset that compresses; repair it, or delete the file"),
         ("[" * 100000, "is no JSON file (nested too deeply); repair it, or delete the file and run python -m"),

@@ -44,6 +44,7 @@ from taco_jax.compat import varying_axes
 from taco_jax.plan import as_integer
 
 DIRECTIONS = ("forward", "backward")
+SUMS = ("psum", "copy")  # whose messages are all-reduces
 
 
 def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", ranks_per_host=None,
@@ -52,7 +53,8 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
     algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages), hierarchical (three or four
-      hops, 1/ranks_per_host as much between hosts) or auto (of several hosts hierarchical; one_shot for two ranks).
+      hops, 1/ranks_per_host as much between hosts) or auto (of several hosts hierarchical; on one the faster one, where
+      that was measured (`python -m taco_jax.tune`); else one_shot for two ranks).
     Backward: the cotangent passes unchanged (it is the same on every rank).
     """
 
@@ -219,7 +221,9 @@ def _call(name, x, site, options: Options, **own):
     _check_tokens(name, x, options, own.get("dims", ()))
     nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        options.message(codec, x.shape, nbytes, Label(site, direction, sites.current_calls(direction)))
+        options.message(
+            codec, x.shape, nbytes, Label(site, direction, sites.current_calls(direction)), sums=name in SUMS
+        )
         for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
     )
     operation = Operation(name, forward, backward, **own)

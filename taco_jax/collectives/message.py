@@ -37,6 +37,7 @@ class Message:
     backend, chunks, exchange, link: arguments of the collectives (`api.py`).
     local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
       codec between hosts.
+    why: the algorithm is this one, where it was measured; else empty.
     group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
     feedback: an all-reduce's result is (sum, this rank's error), see `feedback.py`.
     """
@@ -52,6 +53,7 @@ class Message:
     link: str = "auto"
     local: int = 0
     between: Codec | None = None
+    why: str = ""
     group: hosts.Group | None = None
     feedback: bool = False
 
@@ -78,12 +80,20 @@ class Message:
             codec, group = self.codec, hosts.inside(self.local)
         else:
             codec, group = self.between, hosts.between(ranks, self.local)
-        return dataclasses.replace(self, codec=codec, group=group, local=0, between=None, algorithm="auto")
+        return dataclasses.replace(self, codec=codec, group=group, local=0, between=None, algorithm="auto", why="")
 
     @property
     def in_one_shot(self) -> bool:
         """Whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
         return self.algorithm == "one_shot" or (self.algorithm == "auto" and self.ranks == 2)
+
+    @property
+    def how(self) -> tuple[str, str]:
+        """(algorithm, why it is taken) of an all-reduce."""
+        if self.local:
+            return "hierarchical", "its ranks are on several hosts"
+        name = "one_shot" if self.in_one_shot else "two_shot"
+        return name, self.why or ("as configured" if self.algorithm == name else f"the rule for {self.ranks} ranks")
 
     def key(self, key: jax.Array | None, hop: int, chunk: int = 0, rank=None) -> jax.Array | None:
         """A key of its own for every hop, direction, chunk and rank: equal noise would not average out.
@@ -104,6 +114,7 @@ class Message:
         sent = sum(level.bytes for level in levels) if levels else _sent(hops, self.ranks)
         sites.add(
             self.label.site, self.label.direction, op, self.axis, self.ranks, elements, dtype, levels=levels,
+            how=self.how if op == "psum" else ("", ""),
             codec=self.codec.name, calls=self.label.calls, sent=sent, hlo=tuple((o, "uint8", n) for o, n in all_hops),
         )  # fmt: skip
 

@@ -36,9 +36,9 @@ class Options:
     local: int = 0
     between: Codec | None = None
 
-    def message(self, codec: Codec, shape: tuple[int, ...], nbytes: int, label: Label) -> Message:
+    def message(self, codec: Codec, shape: tuple[int, ...], nbytes: int, label: Label, *, sums: bool = True) -> Message:
         """The message of one direction of an x of this shape, with what is left to the tuned values decided for its
-        size."""
+        size. sums: it is an all-reduce."""
         ranks, codec = lax.axis_size(self.axis), codec.of(shape)
         least, chunks, exchange = self.min_bytes, self.chunks, self.exchange
         if least is None and not codec.exact:
@@ -46,17 +46,28 @@ class Options:
         if nbytes == 0 or (least is not None and nbytes < least):
             # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
             codec = as_codec("none")
+        fastest = self._fastest(codec, ranks, nbytes) if sums else None
         if not codec.exact and (chunks is None or exchange == "auto"):
             measured = tuned.transport(codec.name, ranks, nbytes)
-            chunks = measured[0] if chunks is None else chunks
+            chunks = (fastest or measured)[0] if chunks is None else chunks
             exchange = measured[1] if exchange == "auto" else exchange
         slot = self.scales.slot
         with_stats = slot is not None and slot.shape[-1] == STATS_WIDTH
         if self.local == 1 < ranks and self.between is not None and not codec.exact:
             codec = self.between
         algorithm, local, between = self._levels(codec, ranks, nbytes)
+        algorithm, why = (algorithm, "") if fastest is None else fastest[1:]
         return Message(self.axis, codec, algorithm, with_stats, label, self.backend, chunks or 1, exchange, self.link,
-                       local, between)  # fmt: skip
+                       local, between, why=why)  # fmt: skip
+
+    def _fastest(self, codec: Codec, ranks: int, nbytes: int) -> tuple[int, str, str] | None:
+        """(chunks, algorithm, why) of a sum on one host that leaves its algorithm open, None where nothing says."""
+        if codec.exact or self.local != ranks or self.algorithm not in ("auto", "hierarchical"):
+            return None
+        if (found := tuned.winner(codec.name, ranks, nbytes)) is None:
+            return None
+        at, chunks, algorithm = found
+        return chunks, algorithm, f"the faster one at {at:,} bytes, as tuned for {ranks} ranks of this link"
 
     def _levels(self, codec: Codec, ranks: int, nbytes: int) -> tuple[str, int, Codec | None]:
         """(algorithm, ranks of a host or 0, codec between hosts) of one direction's message."""

@@ -151,7 +151,8 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
         return UnderWay(kind.all_reduce(message, product.term(x, w), exponent, None), kind.HOPS).arrive()
 
     y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
-    message.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
+    whole = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
+    whole.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
     return y, measure
 
 

@@ -11,20 +11,21 @@ Rows that have ended stay in the batch until all have.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from taco_jax.codec import Codec
 from taco_jax.config import ConfigError
-from taco_jax.inference.loading import Checkpoint, load_params, open_checkpoint
+from taco_jax.inference.loading import Checkpoint, in_memory, load_params, open_checkpoint
 from taco_jax.inference.programs import Programs, bucket
 from taco_jax.inference.sampling import Sampling
 from taco_jax.inference.settings import Settings
 from taco_jax.inference.text import missing_tokenizer
 from taco_jax.mesh import make_mesh
+from taco_jax.models.config import ModelConfig
 from taco_jax.plan import Compression
 
 Prompt = str | Sequence[int]
@@ -110,6 +111,32 @@ class Generator:
         params = load_params(self.checkpoint, self.mesh, dtype)
         self.programs = Programs(self.config, self.settings, self.mesh, params)
         self.timing: Timing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        params: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        tokenizer: str | Path | None = None,
+        eos: Iterable[int] = (),
+        **options,
+    ) -> Generator:
+        """A generator of parameters that are in memory already, or of random ones.
+
+        Args:
+          config: the model's shape, such as `taco_jax.models.presets.preset("qwen2p5_7b")`.
+          params: the tree of `taco_jax.models.params`, of a trained model for example, as arrays of the host or of
+            devices; None draws them on the devices with `seed`.
+          tokenizer: path of a tokenizer.json; None: prompts are token ids.
+          eos: the ids that end a text.
+          options: the other arguments of `Generator`.
+
+        Raises:
+          ConfigError: one line: which tensor is missing, left over, of another shape than the config says, or no float.
+        """
+        return cls(in_memory(config, params, seed=seed, tokenizer=tokenizer, eos=eos), **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ConfigError for none at all, unknown ids, or text without a tokenizer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.in_memory import InMemory
 from taco_jax.inference.templates import Template, read_template
 from taco_jax.inference.tensors import SafetensorsFolder, Tensors
-from taco_jax.inference.text import Tokenizer, read_tokenizer
+from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source
@@ -36,7 +37,7 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    tensors: Tensors
+    tensors: Tensors | InMemory
     tokenizer: Tokenizer | None
     eos: frozenset[int]
     template: Template | None = None
@@ -69,6 +70,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described), read_template(path))
 
 
+def in_memory(
+    config: ModelConfig,
+    params: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+    eos: Iterable[int] = (),
+) -> Checkpoint:
+    """A model of parameters that are in memory (their tree: `taco_jax.models.params`), or of random ones.
+
+    Args: as of `Generator.of`.
+    """
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise ConfigError(f"tokenizer={str(tokenizer)!r}: no such file; name a tokenizer.json, or leave it out")
+    read = None if tokenizer is None else read_tokenizer(Path(tokenizer))
+    return Checkpoint(IN_MEMORY, config, InMemory(params, seed), read, frozenset(eos))
+
+
 def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any]:
     """The decoder's parameters on the mesh, cut over its axis tp as `param_specs` says.
 
@@ -80,6 +99,8 @@ def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any
         validate(config, tp)
     except ValueError as error:
         raise ConfigError(f"tp={tp}: {error}") from None
+    if isinstance(checkpoint.tensors, InMemory):
+        return checkpoint.tensors.place(config, mesh, dtype)
     try:
         names = huggingface.match_names(checkpoint.tensors.names(), config)
     except ValueError as error:

@@ -21,6 +21,7 @@ from taco_jax import tuned
 from taco_jax.codec import Codec, as_codec
 from taco_jax.config import ConfigError, nearest
 from taco_jax.elements import ELEMENTS
+from taco_jax.models.attention import implementation
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.parallel import Parallel
 from taco_jax.plan import Compression, Plan
@@ -110,7 +111,8 @@ class Settings:
             enters = ("attn/qkv", "mlp/up")  # their messages are the gradients'
             plan |= {f"{segments[-1].sites_of}/{site}": c for site, c in zip((*ROWS, *enters), (*both, None, None))}
             start = stop
-        return Layout(Parallel(plan=plan, dtype=self.dtype), tuple(segments))
+        chosen = implementation(device, self.dtype, config.head_dim)
+        return Layout(Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen), tuple(segments))
 
     def _resolve(self, n_layers: int, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
         """How each layer sends: a value for each of ROWS."""

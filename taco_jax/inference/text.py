@@ -8,11 +8,14 @@ from typing import Any
 
 from taco_jax.config import ConfigError
 
+IN_MEMORY = Path("parameters in memory")  # in the place of a model's path
 CONTEXT = 4  # tokens of the prompt: as long as a character can be
 
 
 def missing_tokenizer(model: Path) -> str:
     """Why there is no tokenizer for a model, and what would help."""
+    if model == IN_MEMORY:
+        return "prompt: the model came without a tokenizer, so it must be token ids; tokenizer= names a tokenizer.json"
     if model.is_dir() and not (model / "tokenizer.json").is_file():
         return f"{model}: has no tokenizer.json, so a prompt must be token ids"
     return f"{model}: text needs the package tokenizers: pip install 'taco-jax[inference]'; token ids work without it"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.devices import compute_capability
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import rms_norm
 from taco_jax.models.parallel import Parallel
@@ -51,6 +52,15 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q_BLNH, k_BLKH, v_BLKH) of this rank's heads -> y_BLNH."""
+
+
+def implementation(device, dtype: Any, head_dim: int) -> str:
+    """What jax.nn.dot_product_attention runs for whole sequences on a device: "cudnn", whose memory grows with the
+    sequence, where cuDNN has it (NVIDIA GPUs from compute capability 8.0 on, 16-bit types, head dims of multiples of 8
+    up to 128), else "xla", which holds the scores of all pairs of positions at once."""
+    capability = compute_capability(device) if device.platform == "gpu" else None
+    fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
+    return "cudnn" if capability is not None and capability >= (8, 0) and fits else "xla"
 
 
 def causal(par: Parallel) -> Attend:

@@ -9,7 +9,7 @@ from pairs import pairwise
 
 from pallas_kernels import formats
 from pallas_kernels.formats import Format, packing_parts
-from pallas_kernels.selection import ONLY_IN_JNP, TOKEN
+from pallas_kernels.selection import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
 from taco_jax import CODECS, Codec, block_scale, hadamard, tiles, wire
 from taco_jax.backend import to_format
 from taco_jax.elements import ELEMENTS
@@ -101,8 +101,8 @@ def test_elements_are_the_codecs(name):
 def test_constants_are_the_codecs():
     assert {*formats.ELEMENTS, *ONLY_IN_JNP} == {*ELEMENTS, tiles.ELEMENT}
     assert CODECS["int8_token"].block == TOKEN
-    assert set(formats.SCALE_BYTES) == set(block_scale.SCALES) - {"paper"}
-    assert all(formats.SCALE_BYTES[scale] == block_scale.bytes_per_block(scale) for scale in formats.SCALE_BYTES)
+    assert {*formats.SCALE_BYTES, *SCALES_ONLY_IN_JNP} == set(block_scale.SCALES)
+    assert all(8 * formats.SCALE_BYTES[scale] == block_scale.bits_per_block(scale) for scale in formats.SCALE_BYTES)
     assert (formats.SECTION_BYTES, formats.MESSAGE_BYTES) == (wire.SECTION_BYTES, wire.MESSAGE_BYTES)
     assert formats.UNCALIBRATED == block_scale.UNCALIBRATED
     assert formats.MAX_EXPONENT == block_scale.MAX_EXPONENT

@@ -121,6 +121,9 @@ def test_choose_on_the_device_of_this_machine():
     [
         ({"codec_name": "none", "element": "none"}, "nothing to encode"),
         ({"codec_name": "taco_paper", "scale": "paper"}, "no kernel by design"),
+        ({"element": "e2m2"}, "element e2m2 has no kernel"),
+        ({"scale": "e5m0"}, "scale e5m0 has no kernel: kernels have scales of whole bytes"),
+        ({"element": "e1m2", "block": 16, "scale": "e4m0"}, "scale e4m0 has no kernel"),
         ({"elements": 0}, "no elements"),
         ({"element": "e2m1", "scale": "site"}, "element 'e2m1' has none"),
     ],
