@@ -5,8 +5,9 @@
 
 --text is lines of JSON with the keys "src" and "text" (xz or plain): of the --sources with the longest held-out texts,
 one window of --context tokens each. Every codec sees the same windows and is paired with the exact model token by
-token. Schemes beside the presets are in SCHEMES below. What OUT has is kept, so a table is made in as many goes as
-there is time for (the exact model is run in each); `--only` names codecs and schemes.
+token. Schemes beside the presets are in SCHEMES below; only those whose names say so have error feedback. What OUT has
+is kept, so a table is made in as many goes as there is time for (the exact model is run in each); `--only` names codecs
+and schemes.
 
 output     OUT/README.md (hardware, commit, command, table), OUT/summary.json
 """
@@ -18,6 +19,7 @@ import lzma
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import runs
 
@@ -25,21 +27,31 @@ from taco_jax import cli
 from taco_jax.codec import CODECS
 from taco_jax.config import ConfigError
 
-# Name -> (codec, plan). All send at least 3.5 times fewer bytes than bf16. In `mixed`, for a model of 30 layers, six
-# sites have 6 bits: those whose 4 bits moved the next token's distribution most when they alone were compressed.
-SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
-    "int4h_16": ("int4h,block=16,scale=ue5m3", {}),
-    "fp4_16": ("mxfp4,block=16,scale=ue5m3", {}),
-    "mixed": (
-        "mxfp4,block=16,scale=ue5m3",
-        {
-            "layers/[012]/attn/out": "int6h,scale=ue5m3",
-            "layers/0/mlp/down": "int6h,scale=ue5m3",
-            "layers/2[89]/mlp/down": "int6h,scale=ue5m3",
-            "layers/attn/out": "int4h,block=32,scale=ue5m3",
-        },
-    ),
-}
+
+class Scheme(NamedTuple):
+    codec: str
+    plan: dict[str, str] = {}
+    feedback: bool = False
+
+
+# For a model of 30 layers. In `mixed` six sites have 6 bits: those whose 4 bits moved the next token's distribution
+# most when they alone were compressed.
+MIXED = Scheme(
+    "mxfp4,block=16,scale=ue5m3",
+    {
+        "layers/[012]/attn/out": "int6h,scale=ue5m3",
+        "layers/0/mlp/down": "int6h,scale=ue5m3",
+        "layers/2[89]/mlp/down": "int6h,scale=ue5m3",
+        "layers/attn/out": "int4h,block=32,scale=ue5m3",
+    },
+)
+WITHOUT = {"int4h_16": Scheme("int4h,block=16,scale=ue5m3"), "fp4_16": Scheme(MIXED.codec), "mixed": MIXED}
+FED = {name: Scheme(name) for name in ("taco", "mxint8", "int6h", "int5h", "int4h", "mxfp4")} | WITHOUT
+SCHEMES = WITHOUT | {f"{name}_feedback": scheme._replace(feedback=True) for name, scheme in FED.items()}
+FEEDBACK = (
+    "`_feedback`: each sum takes along what the one before it lost; SNR of what is then sent. What the last one loses "
+    "is added exactly, as generating does for a prompt's last position; that message is not in `times fewer bytes`."
+)
 HEAD = (
     "| codec | times fewer bytes | bits, attn/out | bits, mlp/down | SNR (dB) attn/out | mlp/down | perplexity "
     "| change | standard error | same token |"
@@ -90,10 +102,12 @@ def report(out: Path, results: dict[str, dict], args) -> None:
         "",
         *table(results),
     ]
-    for name, (codec, plan) in SCHEMES.items():
+    for name, scheme in WITHOUT.items():
         if name in results:
-            rules = ", ".join(f"`{pattern}` {value}" for pattern, value in plan.items())
-            lines += ["", f"`{name}` is {rules + ', the others ' if rules else ''}{codec}."]
+            rules = ", ".join(f"`{pattern}` {value}" for pattern, value in scheme.plan.items())
+            lines += ["", f"`{name}` is {rules + ', the others ' if rules else ''}{scheme.codec}."]
+    if any(scheme.feedback and name in results for name, scheme in SCHEMES.items()):
+        lines += ["", FEEDBACK]
     (out / "README.md").write_text("\n".join(lines) + "\n")
     (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 
@@ -139,8 +153,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in ["none", *names]:
         if exact is not None and name in results:
             continue
-        codec, plan = SCHEMES.get(name, (name, {}))
-        score = evaluation.score(Settings(args.tp, codec, plan, 0, args.dtype))
+        codec, plan, fed = SCHEMES.get(name, Scheme(name))
+        score = evaluation.score(Settings(args.tp, codec, plan, 0, args.dtype, error_feedback=fed))
         exact = exact or score
         results[name] = describe(score, exact) | {"tp": args.tp, "context": args.context}
         print(line(name, results[name]), flush=True)

@@ -15,7 +15,8 @@ messages that are small for the link go exactly, so run `python -m taco_jax.tune
 exact program without its messages (free_communication.py), the sum of the embedding with them, which no variant
 compresses.
 
-variants  codec[:link], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none` (bfloat16) or `free`
+variants  codec[:link[:feedback]], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none` (bfloat16) or
+          `free`; feedback is fed or plain, with error feedback or without, as `taco_jax.Generator` has it if left out
 output    OUT/README.md (hardware, commit, commands, tables), OUT/summary.json, OUT/ttft.png
 """
 
@@ -51,7 +52,8 @@ from taco_jax.models.config import validate
 from taco_jax.models.presets import PRESETS, preset
 from taco_jax.plan import LINKS
 
-VARIANTS = ("none", "free", "taco", "int8h", "int6h", "int4h", "mxfp4")
+VARIANTS = ("none", "free", "taco", "int8h", "int6h", "int4h", "int4h:auto:plain", "mxfp4")
+FEEDBACK = {"": None, "fed": True, "plain": False}
 WARM_UP = 2  # samples of each variant that are not counted
 USABLE = 0.97  # of a device's memory: the rest is fragments
 
@@ -63,17 +65,19 @@ class Variant:
     given: str
     codec: str
     link: str
+    feedback: bool | None
 
 
 def parse(given: Sequence[str]) -> list[Variant]:
     """--variants, `none` and `free` among them. Raises ConfigError."""
     variants = []
     for text in given:
-        codec, _, link = text.partition(":")
+        codec, link, feedback = (*text.split(":", 2), "", "")[:3]
         runs.choices("--variants (link)", link or "auto", LINKS)
+        runs.require(feedback in FEEDBACK, "--variants", text, "must end with fed or plain, as in int4h:auto:plain")
         if codec != "free":
             parse_codec(codec, "--variants")
-        variants.append(Variant(text, codec, link or "auto"))
+        variants.append(Variant(text, codec, link or "auto", FEEDBACK[feedback]))
     runs.require({"none", "free"} <= set(given), "--variants", " ".join(given), "must have none and free to compare")
     runs.require(len(set(given)) == len(given), "--variants", " ".join(given), "must name each variant once")
     return variants
@@ -218,7 +222,8 @@ class Bench:
     def _programs(self, variant: Variant, params) -> Programs:
         codec = None if variant.codec in ("none", "free") else variant.codec
         tp, least = self.mesh.shape["tp"], self.args.min_bytes
-        return Programs(self.config, Settings(tp, codec, min_bytes=least, link=variant.link), self.mesh, params)
+        settings = Settings(tp, codec, min_bytes=least, link=variant.link, error_feedback=variant.feedback)
+        return Programs(self.config, settings, self.mesh, params)
 
     def _print(self, name: str, found: dict) -> None:
         if "skipped" in found:

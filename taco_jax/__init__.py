@@ -6,7 +6,7 @@ Importing this package starts no backend, sets no flag and prints nothing.
 import importlib
 
 from taco_jax.codec import CODECS, UNCALIBRATED, Codec
-from taco_jax.collectives import all_gather, all_to_all, copy, ppermute, psum, psum_scatter
+from taco_jax.collectives import all_gather, all_to_all, copy, ppermute, psum, psum_scatter, psum_with_feedback
 from taco_jax.plan import Compression, Plan
 from taco_jax.scales import SiteScales, update_scales
 
@@ -15,7 +15,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
     "SiteScales",
-    "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "update_scales",
+    "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "psum_with_feedback",
+    "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.

@@ -76,6 +76,8 @@ class CompressionConfig:
     """First hop of a reduction: all_to_all, ring (one permutation per other device), or auto, as tuned for the link."""
     with_product: bool = False
     """Sums over NVLink in the kernel of the product before them, where both can (tp 2 or 4, one chain, no stages)."""
+    error_feedback: bool = False
+    """Forward sums take along what the one before lost: for 4 bits (one chain, whole sequences, not over NVLink)."""
     history: int = 16
     """Steps whose block-scale maxima set a site scale."""
     calibration_steps: int = 2
@@ -284,6 +286,8 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "chains put messages beside products for whole sequences only"
     if config.compression.with_product:
         return False, "sums in the kernels of their products are of whole sequences"
+    if config.compression.error_feedback:
+        return False, "sums with error feedback are of whole sequences"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
     if config.remat != "none":

@@ -124,7 +124,7 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_model(config)
     _check_stages(config)
     _check_codecs(config, codecs)
-    _check_products(config)
+    _check_limits(config)
     _check_data_parallel(config, codecs)
     parse_devices(config.devices)
     return config
@@ -254,21 +254,32 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
         raise ConfigError(f"compression.{error}") from None
 
 
-def _check_products(config: TrainConfig) -> None:
-    """Layers that send otherwise than by one sum behind a product would leave with_product unused, without a word."""
-    if not config.compression.with_product:
-        return
-    for key, limit, why in (
+# Setting -> (key, its limit, why the setting is never used beyond).
+LIMITS = {
+    "with_product": (
         ("chains", 1, "sums of chains travel beside other products"),
         ("sequence_parallel", False, "layers scatter and gather, and no product has a sum of its own"),
         ("mesh.pp", 1, "stages run no kernel over NVLink"),
-    ):
-        value = get(config, key)
-        if value not in (limit, None):  # None: left to `config.sequence_parallel`, which says no
-            raise ConfigError(
-                f"compression.with_product=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
-                "leave compression.with_product out"
-            )
+    ),
+    "error_feedback": (
+        ("chains", 1, "the sums of one chain take errors along"),
+        ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
+    ),
+}
+
+
+def _check_limits(config: TrainConfig) -> None:
+    """Layers that send otherwise would leave a setting unused, without a word."""
+    for setting, limits in LIMITS.items():
+        if not getattr(config.compression, setting):
+            continue
+        for key, limit, why in limits:
+            value = get(config, key)
+            if value not in (limit, None):  # None: left to `config.sequence_parallel`, which says no
+                raise ConfigError(
+                    f"compression.{setting}=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
+                    f"leave compression.{setting} out"
+                )
 
 
 def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:

@@ -80,6 +80,17 @@ def check_levels(algorithm: str, ranks_per_host, between_hosts) -> tuple[int | N
     return ranks_per_host, codec
 
 
+def check_feedback(algorithm: str, link: str, between_hosts, entry: str = "error_feedback=True: ") -> None:
+    """Raises ValueError for a way of sending that keeps no wires, of which a rank could tell what they lost."""
+    for key, value, valid in (
+        ("algorithm", algorithm, ("auto", "one_shot", "two_shot")),
+        ("link", link, ("auto", "nccl")),
+        ("between_hosts", between_hosts, (None,)),
+    ):
+        if value not in valid:
+            raise ValueError(f"{entry}{key}={value!r} knows no errors; it must be {' or '.join(map(repr, valid))}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Compression:
     """How one site communicates.
@@ -105,6 +116,8 @@ class Compression:
       exchange: first hop of a reduction as one all_to_all, or as a ring of P-1 permutations; auto: as tuned.
       with_product: a sum goes into the kernel of the product before it, where it goes over NVLink and both can
         (`taco_jax.collectives.products`).
+      error_feedback: a decoder's row-parallel sum takes the error of the one before it along, and leaves its own to the
+        next (`taco_jax.collectives.feedback`).
     """
 
     forward: str | Codec = "taco"
@@ -118,10 +131,16 @@ class Compression:
     between_hosts: str | Codec | None = None
     ranks_per_host: int | None = None
     with_product: bool = False
+    error_feedback: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.with_product, bool):
-            raise TypeError(f"with_product={self.with_product!r}: must be True or False")
+        for key in ("with_product", "error_feedback"):
+            if not isinstance(getattr(self, key), bool):
+                raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False")
+        if self.error_feedback:
+            check_feedback(self.algorithm, self.link, self.between_hosts)
+            if self.with_product:
+                raise ValueError("error_feedback=True: with_product=True knows no errors; use one of the two")
         for key in ("forward", "backward", "between_hosts"):
             if as_codec(getattr(self, key), key).rounding == "stochastic":
                 raise ValueError(

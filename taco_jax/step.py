@@ -80,8 +80,9 @@ class TrainState:
 def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict[str, Compression | None]:
     """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
     c = config.compression
-    same = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "between_hosts", "with_product")
-    common = {key: getattr(c, key) for key in same} | {"ranks_per_host": ranks_per_host}
+    fields = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "between_hosts", "with_product",
+              "error_feedback")  # fmt: skip
+    common = {key: getattr(c, key) for key in fields} | {"ranks_per_host": ranks_per_host}
     if config.mesh.pp > 1 and c.link == "auto":
         # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
         common["link"] = "nccl"

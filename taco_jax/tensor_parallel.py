@@ -24,7 +24,8 @@ from taco_jax.scales import SiteScales
 
 __all__ = [
     "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "gather_from_sp",
-    "in_manual_region", "reduce_from_tp", "row_dense", "row_product", "scatter_to_sp", "start_sum", "to_varying",
+    "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product", "scatter_to_sp",
+    "start_sum", "to_varying",
 ]  # fmt: skip
 
 
@@ -36,6 +37,27 @@ def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None,
 def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
     """g: the sum of x over the ranks with the forward codec (varying -> invarying); the cotangent passes unchanged."""
     return collectives.psum(x, axis, **_options(compression, scales, site))
+
+
+def reduce_with_feedback(
+    x, axis: str, error: jax.Array, compression=None, scales: SiteScales | None = None, *, site: str = ""
+) -> tuple[jax.Array, jax.Array]:
+    """(`reduce_from_tp` of x + error, what that lost of this rank's part); see `collectives.feedback`.
+
+    A compression without error_feedback leaves the error for a later sum; an exact one delivers it.
+    """
+    compression = as_compression(compression)
+    if compression is not None and not compression.error_feedback:
+        return reduce_from_tp(x, axis, compression, scales, site=site), error
+    return collectives.psum_with_feedback(x, axis, error, **_options(compression, scales, site))
+
+
+def loses(shape: tuple[int, ...], dtype, axis: str, compression=None) -> bool:
+    """Whether `reduce_with_feedback` of such an x leaves an error."""
+    compression = as_compression(compression)
+    if compression is None or not compression.error_feedback:
+        return False
+    return collectives.loses(shape, dtype, axis, **_options(compression, None, ""))
 
 
 def start_sum(x, axis: str, compression, scales: SiteScales | None, direction: str, *, site: str, calls: int):

@@ -236,9 +236,15 @@ def default_min_bytes(codec_name: str, ranks: int, device=None, link: str = "aut
             return 0
         if hardware.missing(device.device_kind) is not None:
             return DEFAULT_MIN_BYTES
-        in_one_kernel = link != "nccl" and nvlink.device_obstacle(device) is None
-        return NVLINK_MIN_BYTES if in_one_kernel else SEPARATE_MIN_BYTES
+        return NVLINK_MIN_BYTES if in_one_kernel(device, link) else SEPARATE_MIN_BYTES
     return NEVER if tuned.min_bytes is None else tuned.min_bytes
+
+
+def in_one_kernel(device, link: str) -> bool:
+    """Whether collectives on such devices may be one kernel over NVLink, as far as the devices decide that."""
+    if link == "nccl" or hardware.missing(device.device_kind) is not None:
+        return False
+    return nvlink.device_obstacle(device) is None
 
 
 def hierarchical_min_bytes(device=None) -> int:

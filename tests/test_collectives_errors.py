@@ -30,6 +30,7 @@ ENTRIES = {
     "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 0, tiled=True, **kw),
     "ppermute": lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1)], **kw),
     "copy": lambda x, **kw: taco_jax.copy(x, "tp", **kw),
+    "psum_with_feedback": lambda x, **kw: taco_jax.psum_with_feedback(x, "tp", **kw),
 }
 
 

@@ -212,6 +212,15 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             {"compression.with_product": True, "mesh.pp": 2},
             "compression.with_product=True: is never used with mesh.pp=2 (stages run no kernel over NVLink)",
         ),
+        (
+            {"compression.error_feedback": True, "chains": 2},
+            "compression.error_feedback=True: is never used with chains=2 (the sums of one chain take errors along); "
+            "set chains=1, or leave compression.error_feedback out",
+        ),
+        (
+            {"compression.error_feedback": True, "sequence_parallel": True},
+            "compression.error_feedback=True: is never used with sequence_parallel=True",
+        ),
         ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
         (
             {"mesh.dp": 8, "mesh.devices_per_host": 3},

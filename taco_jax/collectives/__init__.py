@@ -2,9 +2,10 @@
 
 from taco_jax.collectives.api import all_gather, all_to_all, copy, ppermute, psum, psum_scatter, start_psum
 from taco_jax.collectives.differentiable import REMAT_NAMES
+from taco_jax.collectives.feedback import loses, psum_with_feedback
 from taco_jax.collectives.region import check_region, in_manual_region, to_varying
 
 __all__ = [
-    "REMAT_NAMES", "all_gather", "all_to_all", "check_region", "copy", "in_manual_region", "ppermute", "psum",
-    "psum_scatter", "start_psum", "to_varying",
+    "REMAT_NAMES", "all_gather", "all_to_all", "check_region", "copy", "in_manual_region", "loses", "ppermute", "psum",
+    "psum_scatter", "psum_with_feedback", "start_psum", "to_varying",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 | operation | forward message | backward message |
 |---|---|---|
 | psum (g) | all-reduce, varying -> invarying | none: the cotangent is cast to varying |
+| psum with feedback | the same; its result is (sum, error) | as psum's; the error has no cotangent |
 | copy (f) | none: x is cast to varying | all-reduce of the cotangent |
 | psum_scatter | reduce-scatter | all-gather |
 | all_gather | all-gather | reduce-scatter (none with to="invarying": each rank keeps its slice) |
@@ -58,8 +59,12 @@ def apply(operation: Operation, x, exponents, slot, key):
 
 def _apply_fwd(operation, x, exponents, slot, key):
     y, measure = _send(operation, "forward", x, exponents, key)
-    if operation.name != "copy":
+    if operation.forward.feedback:
+        # The error is not saved: nothing that a backward pass computes again needs it.
+        y = checkpoint_name(y[0], OUTPUT_NAME), y[1]
+    elif operation.name != "copy":
         y = checkpoint_name(y, OUTPUT_NAME)
+    if operation.name != "copy":
         measure = None if slot is None or measure is None else checkpoint_name(measure, AMAX_NAME)
     return y, (measure, exponents, slot, key)
 
@@ -90,7 +95,10 @@ def _send_fwd(operation, direction, x, exponents, key):
 
 def _send_bwd(operation, direction, residuals, ct):
     other = "backward" if direction == "forward" else "forward"
-    return _send(operation, other, ct[0], *residuals)[0], None, None
+    result = _send(operation, other, ct[0], *residuals)[0]
+    if operation.forward.feedback and direction == "backward":
+        result = result[0], jnp.zeros_like(result[1])
+    return result, None, None
 
 
 _send.defvjp(_send_fwd, _send_bwd)
@@ -115,7 +123,7 @@ def _backward(op: Operation, ct, exponents, key):
     exponent = None if exponents is None else exponents[1]
     message = op.backward
     if op.name == "psum":
-        return to_varying(ct, message.axis), None
+        return to_varying(ct[0] if op.forward.feedback else ct, message.axis), None
     if op.name == "all_gather" and op.to == "invarying":
         index = lax.axis_index(message.axis)
         n = ct.shape[op.dims[0]] // message.ranks if op.tiled else 1
@@ -150,7 +158,7 @@ def all_reduce(message: Message, x, exponent, key) -> UnderWay:
     """The sum of x over the ranks (measure None where it is exact), its first hop started."""
     if message.codec.exact or message.ranks == 1:
         return UnderWay(_exact_psum(message, x), 1)
-    if nvlink.takes(message, "all_reduce", x):
+    if not message.feedback and nvlink.takes(message, "all_reduce", x):
         kind = nvlink
     elif message.local:
         return UnderWay(hierarchical.all_reduce(message, x, exponent, key), hierarchical.hops(message))

@@ -31,10 +31,13 @@ def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
     return wire
 
 
-def send_chunks(message: Message, chunks, x_S: jax.Array, exponent, key, send) -> tuple[list, list, Hops]:
+def send_chunks(
+    message: Message, chunks, x_S: jax.Array, exponent, key, send, own: list | None = None
+) -> tuple[list, list, Hops]:
     """A message's first hop: its chunks (geometries over x_S), encoded and sent one after the other.
 
-    send: wires uint8[P, W] -> (what arrives, hops). Returns what arrives and the measure of each chunk, and all hops.
+    send: wires uint8[P, W] -> (what arrives, hops). own: takes the wires of each chunk that this rank sends. Returns
+    what arrives and the measure of each chunk, and all hops.
     """
     arrived, measures, hops = [], [], []
     for k, geometry in enumerate(chunks):
@@ -42,6 +45,8 @@ def send_chunks(message: Message, chunks, x_S: jax.Array, exponent, key, send) -
             message.codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
+        if own is not None:
+            own.append(wires)
         received, sent = send(after(arrived, wires))
         arrived.append(received)
         measures.append(measure)

@@ -39,6 +39,7 @@ class Message:
       codec between hosts.
     why: the algorithm is this one, where it was measured; else empty.
     group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
+    feedback: an all-reduce's result is (sum, this rank's error), see `feedback.py`.
     """
 
     axis: AxisName
@@ -54,6 +55,7 @@ class Message:
     between: Codec | None = None
     why: str = ""
     group: hosts.Group | None = None
+    feedback: bool = False
 
     @property
     def ranks(self) -> int:

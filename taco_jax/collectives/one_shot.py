@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from taco_jax import backend
+from taco_jax.collectives import errors
 from taco_jax.collectives.chunks import cut
 from taco_jax.collectives.exchange import gather, send_chunks
 from taco_jax.collectives.hops import Hopping
@@ -21,17 +22,22 @@ HOPS = 1
 
 
 def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
-    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop."""
+    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop. With
+    `message.feedback` the result is (sum, error)."""
     codec = message.codec
     x_S = to_varying(x, message.axis).reshape(-1)
     chunks = cut(backend.Geometry(x.size, 1, x.size), message.chunks, codec.block)
     send = lambda wires: gather(message, wires[0], "invarying")
-    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key, send)
+    own = [] if message.feedback else None
+    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key, send, own)
     gathered = yield gathered
     pieces = [
         backend.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
         for geometry, wires in zip(chunks, gathered)
     ]
     message.record("psum", x.size, x.dtype, hops)
-    y = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-    return y.reshape(x.shape), merge(measures)
+    y = (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)).reshape(x.shape)
+    if message.feedback:
+        error_S = errors.of_wires(message, chunks, own, x_S, exponent)
+        return (y, error_S.reshape(x.shape)), merge(measures)
+    return y, merge(measures)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import backend
+from taco_jax.collectives import errors
 from taco_jax.collectives.chunks import chunk_elements, cut
 from taco_jax.collectives.exchange import after, gather, send_chunks, swap
 from taco_jax.collectives.hops import Hopping
@@ -26,27 +27,35 @@ HOPS = 2
 
 
 def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
-    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops."""
+    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops. With
+    `message.feedback` the result is (sum, error): the owner of a share answers for the second hop's part of it."""
     codec, p = message.codec, message.ranks
     share = backend.Geometry(x.size, p, chunk_elements(codec, x.size, p))
     x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
     chunks = cut(share, message.chunks, codec.block)
-    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, lambda wires: swap(message, wires))
+    own = [] if message.feedback else None
+    swapped = lambda wires: swap(message, wires)
+    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, swapped, own)
     arrived = yield arrived
-    gathered = []
+    gathered, lost = [], []
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
         wire, measure = backend.reduce_encode(
             codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
+        if message.feedback:
+            lost.append(errors.of_share(message, geometry, received, x_S, rank, exponent, wire))
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
         hops += sent
     message.record("psum", x.size, x.dtype, hops)
     gathered = yield gathered
-    y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
-    return y.reshape(x.shape), merge(measures)
+    y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
+    if message.feedback:
+        error_S = errors.of_wires(message, chunks, own, x_S, exponent, (rank, lost))
+        return (y, error_S.reshape(x.shape)), merge(measures)
+    return y, merge(measures)
 
 
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:

@@ -36,6 +36,8 @@ class PerplexityConfig:
     """Predict at most so many tokens, from the start of the text; None takes the whole text."""
     min_bytes: int = 0
     """Messages below this many bytes are sent exactly; 0 compresses all of them."""
+    error_feedback: bool | None = None
+    """Each sum takes along what the one before it lost; None: codecs below 8 bits do, unless over NVLink kernels."""
     dtype: str = "float32"
     """Type of weights and activations: bfloat16, float32 or float16."""
     devices: str | None = None
@@ -90,7 +92,8 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     ids = ids if config.max_tokens is None else ids[: config.max_tokens + 1]
     if len(ids) < 2:
         raise ConfigError(f"text={config.text}: has {len(ids)} tokens; at least two are needed")
-    of_codec = lambda codec, plan: Settings(config.tp, codec, plan, config.min_bytes, config.dtype)
+    options = {"min_bytes": config.min_bytes, "dtype": config.dtype, "error_feedback": config.error_feedback}
+    of_codec = lambda codec, plan: Settings(config.tp, codec, plan, **options)
     settings = {"none": of_codec("none", {})} | {codec: of_codec(codec, config.plan) for codec in config.codec}
     try:
         mesh = make_mesh(tp=config.tp)

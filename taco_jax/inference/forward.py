@@ -18,10 +18,11 @@ from jax import lax
 from taco_jax import sites
 from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
-from taco_jax.inference.settings import Layout
-from taco_jax.models import chains, decoder
+from taco_jax.inference.settings import ROWS, Layout
+from taco_jax.models import chains, decoder, feedback
 from taco_jax.models.attention import causal, rope_angles
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.feedback import Stream
 from taco_jax.models.norms import norm
 
 
@@ -37,19 +38,19 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
     params = decoder.use_replicated_params(params, config, par)
     angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
 
-    def layer(x_BLD, index, of_layer, sites_of):
+    def layer(stream, index, of_layer, sites_of):
         kept = []
 
         def attend(q_BLNH, k_BLKH, v_BLKH):
             kept.extend((k_BLKH, v_BLKH))
             return causal(par)(q_BLNH, k_BLKH, v_BLKH)
 
-        return _layer(x_BLD, of_layer, angles_LH, config, layout, attend, sites_of), tuple(kept)
+        return _layer(stream, of_layer, angles_LH, config, layout, attend, sites_of), tuple(kept)
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
-    x_BLD, (keys, values) = scan_layers(layer, x_BLD, params["layers"], layout)
-    x_B1D = jnp.take_along_axis(x_BLD, lengths_B[:, None, None] - 1, axis=1)
-    return _logits(params, x_B1D, config, layout), kv.filled(keys, values, slots)
+    stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
+    last = jax.tree.map(lambda a_BLD: jnp.take_along_axis(a_BLD, lengths_B[:, None, None] - 1, axis=1), stream)
+    return _logits(params, last, config, layout), kv.filled(keys, values, slots)
 
 
 def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, config: ModelConfig,
@@ -59,20 +60,25 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
     angles_B1H = angles(config, positions_B[:, None])
 
     def layer(carry, index, of_layer, sites_of):
-        x_B1D, cache = carry
+        stream, cache = carry
         written = []
 
         def attend(q_B1NH, k_B1KH, v_B1KH):
             written.append(kv.write(cache, index, positions_B, k_B1KH, v_B1KH))
             return kv.attend(written[0], index, positions_B, q_B1NH)
 
-        x_B1D = _layer(x_B1D, of_layer, angles_B1H, config, layout, attend, sites_of)
-        return (x_B1D, written[0]), None
+        stream = _layer(stream, of_layer, angles_B1H, config, layout, attend, sites_of)
+        return (stream, written[0]), None
 
     x_B1D = decoder.embed(params, tokens_B[:, None], config, layout.par, {}, positions_B[:, None])
     # The cache is carried, not scanned over: XLA then writes one token into it where it lies.
-    (x_B1D, cache), _ = scan_layers(layer, (x_B1D, cache), params["layers"], layout)
-    return _logits(params, x_B1D, config, layout), cache
+    (stream, cache), _ = scan_layers(layer, (stream_of(x_B1D, layout), cache), params["layers"], layout)
+    return _logits(params, stream, config, layout), cache
+
+
+def stream_of(x_BLD: jax.Array, layout: Layout) -> Stream:
+    """What the first layer takes."""
+    return feedback.start(x_BLD, layout.par, (f"{s.sites_of}/{row}" for s in layout.segments for row in ROWS))
 
 
 def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tuple[Any, Any]:
@@ -98,12 +104,12 @@ def angles(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
     return rope_angles(config, positions) if config.positions == "rope" else None
 
 
-def _layer(x_BLD, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str) -> jax.Array:
+def _layer(stream: Stream, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str) -> Stream:
     halves = decoder.halves(config, layout.par, attend, sites_of)
-    (x_BLD,) = chains.side_by_side(halves, layout.par)((x_BLD,), of_layer, layout.scales(), angles)
-    return x_BLD
+    return chains.one(halves, layout.par)(stream, of_layer, layout.scales(), angles)
 
 
-def _logits(params, x_B1D: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
+def _logits(params, stream: Stream, config: ModelConfig, layout: Layout) -> jax.Array:
+    x_B1D = feedback.deliver(stream, layout.par, "error")
     x_B1D = norm(x_B1D, params["final_norm"], config.norm_eps)
     return decoder.head_logits(params, x_B1D, config, layout.par, {})[:, 0]

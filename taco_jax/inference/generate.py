@@ -49,6 +49,8 @@ class GenerateConfig:
     """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
     backend: str = "auto"
     """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto."""
+    error_feedback: bool | None = None
+    """Each sum takes along what the one before it lost; None: codecs below 8 bits do, unless over NVLink kernels."""
     dtype: str = "bfloat16"
     """Type of weights and activations: bfloat16, float32 or float16."""
     devices: str | None = None
@@ -70,7 +72,7 @@ def main(args: Sequence[str]) -> int:
     cli.devices(config.devices)
     generator = Generator(
         config.model, tp=config.tp, compression=config.compression, plan=config.plan, min_bytes=config.min_bytes,
-        dtype=config.dtype, link=config.link, backend=config.backend,
+        dtype=config.dtype, link=config.link, backend=config.backend, error_feedback=config.error_feedback,
     )  # fmt: skip
     tokens = generator.generate(
         config.prompt, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos

@@ -78,6 +78,9 @@ class Generator:
         64 KiB.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.
       link, backend: as of `Compression`.
+      error_feedback: each sum takes along what the one before it lost (`taco_jax.psum_with_feedback`), which costs no
+        bytes but for one exact message of a position of each row. None: with codecs of less than 8 bits, where sums
+        are not one kernel over NVLink. A `Compression` brings its own.
 
     Raises:
       ConfigError: one line: what is wrong with which file, tensor or argument, and what would work.
@@ -94,18 +97,19 @@ class Generator:
         dtype: str = "bfloat16",
         link: str = "auto",
         backend: str = "auto",
+        error_feedback: bool | None = None,
         devices: list | None = None,
     ):
-        settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend)
+        self.settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend, error_feedback)
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:
             self.mesh = make_mesh(tp=tp, devices=devices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
+        self.settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
         params = load_params(self.checkpoint, self.mesh, dtype)
-        self.programs = Programs(self.config, settings, self.mesh, params)
+        self.programs = Programs(self.config, self.settings, self.mesh, params)
         self.timing: Timing | None = None
 
     @classmethod

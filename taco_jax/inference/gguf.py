@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.templates import Template
 from taco_jax.inference.text import Tokenizer, byte_level_bpe
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig
@@ -32,8 +33,12 @@ IN_LAYER = {
 IGNORED = ("rope_freqs.weight",)
 
 
-def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, frozenset[int]]:
-    """(config, tensors, tokenizer, ids that end a text) of a file. Raises ConfigError, naming file and key."""
+def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, frozenset[int], Template | None]:
+    """(config, tensors, tokenizer, ids that end a text, chat template) of a file.
+
+    Raises:
+      ConfigError: names file and key.
+    """
     try:
         import gguf
     except ImportError:
@@ -52,7 +57,8 @@ def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, f
     if kind == "llama":
         tensors.interleaved = {"self_attn.q_proj": config.n_heads, "self_attn.k_proj": config.n_kv_heads}
     eos = fields.get("tokenizer.ggml.eos_token_id", None)
-    return config, tensors, _tokenizer(fields), frozenset([] if eos is None else [int(eos)])
+    ends = frozenset([] if eos is None else [int(eos)])
+    return config, tensors, _tokenizer(fields), ends, _template(fields)
 
 
 class _Fields:
@@ -149,3 +155,12 @@ def _tokenizer(fields: _Fields) -> Tokenizer | None:
         return byte_level_bpe(of("tokens"), of("merges"), of("token_type"), of("pre", "default"), bos)
     except ValueError as error:
         raise ConfigError(f"{fields.path}: {error}") from None
+
+
+def _template(fields: _Fields) -> Template | None:
+    source = fields.get("tokenizer.chat_template", None)
+    if source is None:
+        return None
+    words = fields.get("tokenizer.ggml.tokens", [])
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_id", None) for name in ("bos_token", "eos_token")}
+    return Template(source, {name: words[i] for name, i in ids.items() if i is not None and i < len(words)})

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.in_memory import InMemory
+from taco_jax.inference.templates import Template, read_template
 from taco_jax.inference.tensors import SafetensorsFolder, Tensors
 from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
 from taco_jax.models import huggingface
@@ -32,13 +33,14 @@ from taco_jax.models.params import init_params, param_specs
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a model's files hold. eos: the ids that end a text."""
+    """What a model's files hold. eos: the ids that end a text. template: how messages of a chat become a prompt."""
 
     path: Path
     config: ModelConfig
     tensors: Tensors | InMemory
     tokenizer: Tokenizer | None
     eos: frozenset[int]
+    template: Template | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -65,7 +67,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described))
+    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described), read_template(path))
 
 
 def in_memory(

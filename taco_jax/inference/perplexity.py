@@ -3,7 +3,10 @@
     windows of `context` tokens that do not overlap, each token predicted from those before it in its window
     loss = mean negative log-likelihood (nats);   perplexity = exp(loss)
     SNR of a site = 10 log10(sum |y|^2 / sum |y' - y|^2),   y the exact sum over the ranks, y' the compressed one, both
-                    of what the compressed model has come to there
+                    of what the compressed model has come to there (with error feedback: errors fed back included)
+
+With error feedback every position has what the last sum lost added, as the last position of a prompt has when text is
+generated: there that is one exact message of one position, here of all, which `sent` does not count.
 
 Dims: N layers, B windows, L context, D model.
 """
@@ -22,14 +25,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax import sites
-from taco_jax.inference.forward import angles, scan_layers
+from taco_jax.inference.forward import angles, scan_layers, stream_of
 from taco_jax.inference.settings import ROWS, Layout, Settings
-from taco_jax.models import decoder
+from taco_jax.models import decoder, feedback
 from taco_jax.models.attention import causal
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.feedback import Stream
 from taco_jax.models.norms import norm
 from taco_jax.models.params import param_specs
-from taco_jax.models.projections import add_bias, add_up, enter, row
+from taco_jax.models.projections import add_bias, add_up, enter, fed_back, row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +123,28 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
     params = decoder.use_replicated_params(params, config, par)
     angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
 
-    def layer(x_BLD, index, of_layer, sites_of):
-        power = {}
+    def layer(stream, index, of_layer, sites_of):
+        (x_BLD, error_BLD), power = stream, {}
         for half, site in zip(decoder.halves(config, par, causal(par), sites_of), ROWS):
             out = of_layer[half.name][half.out_name]
             h_BLD = enter(half.norm(x_BLD, of_layer[half.norm_name]), par, {}, half.enters)
             y_BLD = row(half.core(h_BLD, of_layer[half.name], angles_LH), out["kernel"], par)
-            sum_BLD = add_up(y_BLD, par, scales, half.leaves)
+            whole_BLD, compression = y_BLD.astype(jnp.float32), par.compression(half.leaves)
+            if error_BLD is None:
+                sum_BLD = add_up(y_BLD, par, scales, half.leaves)
+            else:
+                if compression is not None and compression.error_feedback:
+                    whole_BLD += error_BLD
+                sum_BLD, error_BLD = fed_back(y_BLD, error_BLD, par, scales, half.leaves)
             squares = jnp.zeros(()), jnp.zeros(())
-            if par.compression(half.leaves) is not None:
-                exact_BLD = lax.psum(y_BLD.astype(jnp.float32), par.axis)
+            if compression is not None:
+                exact_BLD = lax.psum(whole_BLD, par.axis)
                 squares = jnp.square(exact_BLD), jnp.square(sum_BLD.astype(jnp.float32) - exact_BLD)
             power[f"layers/{site}"] = jnp.stack([jnp.sum(square) for square in squares])
             x_BLD += add_bias(sum_BLD, out)
-        return x_BLD, power
+        return Stream(x_BLD, error_BLD), power
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
-    x_BLD, power = scan_layers(layer, x_BLD, params["layers"], layout)
-    x_BLD = norm(x_BLD, params["final_norm"], config.norm_eps)
+    stream, power = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
+    x_BLD = norm(feedback.deliver(stream, par, "error"), params["final_norm"], config.norm_eps)
     return *decoder.head_score(params, x_BLD, targets_BL, config, par), power

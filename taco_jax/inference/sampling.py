@@ -71,7 +71,9 @@ def sample(logits_BV: jax.Array, positions_B: jax.Array, rows: Rows) -> jax.Arra
     """Token ids int32[B], drawn as each row says; `positions_B` are where the tokens will stand."""
 
     def one(logits_V, position, temperature, top_k, top_p, seed):
-        scaled_V, ids_V = jax.lax.top_k(logits_V / jnp.maximum(temperature, 1e-6), logits_V.size)  # sorted
+        # A greedy row's logits stay as they are: divided, two of them could become equal.
+        divisor = jnp.where(temperature == 0, 1.0, jnp.maximum(temperature, 1e-6))
+        scaled_V, ids_V = jax.lax.top_k(logits_V / divisor, logits_V.size)  # sorted
         rank_V = jnp.arange(logits_V.size)
         scaled_V = jnp.where((top_k == 0) | (rank_V < top_k), scaled_V, -jnp.inf)
         likelier_V = jnp.cumsum(jax.nn.softmax(scaled_V)) - jax.nn.softmax(scaled_V)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from taco_jax import tuned
 from taco_jax.codec import Codec, as_codec
 from taco_jax.config import ConfigError, nearest
+from taco_jax.elements import ELEMENTS
 from taco_jax.models.attention import implementation
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.parallel import Parallel
@@ -28,6 +29,7 @@ from taco_jax.scales import SiteScales
 
 ROWS = ("attn/out", "mlp/down")
 DTYPES = ("bfloat16", "float32", "float16")
+EIGHT_BITS = tuple(name for name, element in ELEMENTS.items() if element.bits == 8)
 DECODE_MIN_BYTES = 1 << 16
 """A decode step's messages below this are exact where the link's own limit is lower (as on emulated devices): they
 are bound by latency, and their bytes do not count beside those of the prompt."""
@@ -72,7 +74,7 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model runs on its mesh. compression, plan and min_bytes as of `taco_jax.Generator`."""
+    """How a model runs on its mesh. compression, plan, min_bytes and error_feedback as of `taco_jax.Generator`."""
 
     tp: int = 1
     compression: str | Codec | Compression | None = None
@@ -81,6 +83,7 @@ class Settings:
     dtype: str = "bfloat16"
     link: str = "auto"
     backend: str = "auto"
+    error_feedback: bool | None = None
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -133,9 +136,17 @@ class Settings:
         if codec is None or (isinstance(codec, Codec) and codec.exact):
             return None
         if not isinstance(codec, Compression):
-            codec = Compression(codec, codec, self.min_bytes, link=self.link, backend=self.backend)
+            feedback = self._feedback(codec, device)
+            options = {"link": self.link, "backend": self.backend, "error_feedback": feedback}
+            codec = Compression(codec, codec, self.min_bytes, **options)
         if decoding and codec.min_bytes is None:
             name = as_codec(codec.forward).name
             least = max(tuned.default_min_bytes(name, self.tp, device, codec.link), DECODE_MIN_BYTES)
             codec = dataclasses.replace(codec, min_bytes=least)
         return codec
+
+    def _feedback(self, codec: Codec, device) -> bool:
+        """As asked for; else what below 8 bits needs most, unless it kept sums from being one kernel over NVLink."""
+        if self.error_feedback is not None:
+            return self.error_feedback
+        return codec.element not in EIGHT_BITS and self.link != "nvlink" and not tuned.in_one_kernel(device, self.link)

@@ -27,31 +27,44 @@ class Tokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one)."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one).
+
+        special=False adds none: a chat template has put them there itself.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int]) -> Stream:
         """The text of what follows a prompt."""
-        return Stream(self._tokenizer, prompt)
+        return Stream(self, prompt)
 
 
 class Stream:
-    """The text of tokens as they come: each part is held back until its characters are whole."""
+    """The text of tokens as they come: each part is held back until its characters are whole.
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        from tokenizers.decoders import DecodeStream
+    A part is what its tokens add to the text of the part before them. (The library's own DecodeStream gives up where
+    bytes that are no character follow a byte that is one, which any model may write.)
+    """
 
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._decode, self._before, self._held = tokenizer.decode, [], []
         # Some tokenizers drop the space before a text's first word: let that be the prompt's.
         for token in prompt[-CONTEXT:]:
             self.add(token)
 
     def add(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        self._held.append(token)
+        text = self._decode([*self._before, *self._held])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[len(self._decode(self._before)) :]
+        if new:  # else they are special tokens, beside which the next word would be a text's first
+            self._before = self._held
+        self._held = []
+        return new
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:

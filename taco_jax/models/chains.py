@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax.collectives.differentiable import OUTPUT_NAME
 from taco_jax.compat import barrier
+from taco_jax.models.feedback import Stream
 from taco_jax.models.parallel import Parallel
 from taco_jax.models.projections import add_bias, add_up, enter, row, row_sum
 from taco_jax.scales import SiteScales, fork
@@ -65,6 +66,22 @@ def join(xs: tuple[jax.Array, ...]) -> jax.Array:
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs)
 
 
+def one(halves: tuple[Half, ...], par: Parallel) -> Callable:
+    """The layer for a whole batch, with the error that its sums carry along."""
+
+    def layer(stream: Stream, params: Any, state: State, shared: Any) -> Stream:
+        x_BLD, error_BLD = stream
+        for half in halves:
+            out = params[half.name][half.out_name]
+            h_BLD = enter(half.norm(x_BLD, params[half.norm_name]), par, state, half.enters)
+            u_BLF = half.core(h_BLD, params[half.name], shared)
+            sum_BLD, error_BLD = row_sum(u_BLF, out["kernel"], error_BLD, par, state, half.leaves)
+            x_BLD += add_bias(sum_BLD, out)
+        return Stream(x_BLD, error_BLD)
+
+    return layer
+
+
 def side_by_side(halves: tuple[Half, ...], par: Parallel) -> Callable:
     """The layer, one half after the other, for a tuple of chains; each chain is a use of its own of every site.
 
@@ -72,6 +89,8 @@ def side_by_side(halves: tuple[Half, ...], par: Parallel) -> Callable:
     """
 
     def layer(xs, params: Any, state: State, shared: Any):
+        if len(xs) == 1:
+            return (one(halves, par)(Stream(xs[0]), params, state, shared).x_BLD,)
         xs = list(xs)
         forked = {site: fork(scales, len(xs)) for site, scales in state.items()}
         states = [{site: uses[i] for site, uses in forked.items()} for i in range(len(xs))]
@@ -84,9 +103,6 @@ def side_by_side(halves: tuple[Half, ...], par: Parallel) -> Callable:
                     sent = None
                 h_BLD = enter(half.norm(xs[i], params[half.norm_name]), par, state, half.enters)
                 u_BLF = half.core(h_BLD, params[half.name], shared)
-                if len(xs) == 1:
-                    xs[i] += add_bias(row_sum(u_BLF, out["kernel"], par, state, half.leaves), out)
-                    continue
                 y_BLD = row(u_BLF, out["kernel"], par)
                 if sent:
                     y_BLD, sum_BLD = _in_turn(y_BLD, sent[1])

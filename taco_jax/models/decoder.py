@@ -21,7 +21,7 @@ from jax import lax
 
 from taco_jax import sites, vocab
 from taco_jax.compat import varying_axes
-from taco_jax.models import chains
+from taco_jax.models import chains, feedback
 from taco_jax.models.attention import Attend, attention, causal, kv_replicated, rope_angles
 from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
@@ -103,6 +103,11 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
     with sites.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
+        stream = feedback.start(x_BLD, par, (half.leaves for half in both))
+        if stream.error_BLD is not None:
+            # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
+            layer = remat(chains.one(both, par), par.remat)
+            return lax.scan(lambda s, of: (layer(s, *of, angles_LH), None), stream, (stacked, layer_state))[0].x_BLD
         if parts > 1 and not par.sequence_parallel:
             layer = scheduled(both, par)
         else:

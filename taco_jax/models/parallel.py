@@ -55,6 +55,13 @@ class Parallel:
             raise ValueError(f"remat={self.remat!r}: must be one of {', '.join(REMAT)}")
         if type(self.chains) is not int or self.chains < 1:
             raise ValueError(f"chains={self.chains!r}: must be an int of at least 1, such as 2")
+        fed_back = [site for site, c in self.plan if c is not None and c.error_feedback]
+        for key, limit in (("sequence_parallel", False), ("chains", 1)):
+            if fed_back and getattr(self, key) != limit:
+                raise ValueError(
+                    f"{key}={getattr(self, key)!r}: error_feedback (site {fed_back[0]!r}) is for whole sequences in "
+                    f"one chain; set {key}={limit}, or leave error_feedback out"
+                )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 

@@ -18,6 +18,7 @@ from taco_jax.tensor_parallel import (
     copy_to_tp,
     gather_from_sp,
     reduce_from_tp,
+    reduce_with_feedback,
     row_product,
     scatter_to_sp,
 )
@@ -75,13 +76,17 @@ def row(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
     return jnp.matmul(x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype), precision=par.precision)
 
 
-def row_sum(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel, state: Mapping, site: str) -> jax.Array:
-    """`add_up(row(x, kernel))`, in one kernel where that is asked for and can be."""
+def row_sum(x_BLF: jax.Array, kernel_FD: jax.Array, error: jax.Array | None, par: Parallel, state: Mapping,
+            site: str) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """(`add_up(row(x, kernel))`, None), in one kernel where that is asked for and can be; `fed_back` of an error that
+    was carried here."""
+    if error is not None:
+        return fed_back(row(x_BLF, kernel_FD, par), error, par, state, site)
     if par.sequence_dim is not None:
-        return add_up(row(x_BLF, kernel_FD, par), par, state, site)
+        return add_up(row(x_BLF, kernel_FD, par), par, state, site), None
     operands = x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype)
     arguments = par.axis, par.compression(site), state.get(site)
-    return row_product(*operands, *arguments, precision=par.precision, site=site)
+    return row_product(*operands, *arguments, precision=par.precision, site=site), None
 
 
 def add_up(y_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array:
@@ -91,6 +96,12 @@ def add_up(y_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | Non
     if par.sequence_dim is None:
         return reduce_from_tp(*arguments, site=site)
     return scatter_to_sp(*arguments, dim=par.sequence_dim, site=site)
+
+
+def fed_back(y_BLD: jax.Array, error_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None],
+             site: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(the sum of the ranks' terms and errors, the errors that it leaves), of whole sequences."""
+    return reduce_with_feedback(y_BLD, par.axis, error_BLD, par.compression(site), state.get(site), site=site)
 
 
 def add_bias(y: jax.Array, dense: Dense) -> jax.Array:

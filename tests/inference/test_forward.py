@@ -1,5 +1,7 @@
 """The forward pass with a kv cache against full recomputation, and what its layout sends; needs nothing but jax."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from taco_jax import CODECS, sites
 from taco_jax.config import ConfigError
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward
+from taco_jax.inference.perplexity import Evaluation
 from taco_jax.inference.settings import Settings
 
 LENGTHS = np.array([5, 9, 1], np.int32)
@@ -67,8 +70,9 @@ def test_layers_may_send_differently():
     rows = {row.site: row for row in table.rows() if row.kind == "activation"}
     assert {site: row.codec for site, row in rows.items()} == {
         "embed": "none", "layers/0-0/attn/out": "none", "layers/0-0/mlp/down": "int8h",
-        "layers/1-1/attn/out": "mxfp4", "layers/1-1/mlp/down": "int6-64-hadamard-bfloat16",
+        "layers/1-1/attn/out": "mxfp4", "layers/1-1/mlp/down": "int6-64-hadamard-bfloat16", "error": "none",
     }  # fmt: skip
+    assert rows["error"].elements == 2 * QWEN2.d_model  # a position of each row
     sent = sorted(size for _, dtype, size in collectives(lowered.compile()) if dtype == "uint8")
     assert sent == sorted(size for row in rows.values() for _, dtype, size in row.hlo if dtype == "uint8")
     assert len(sent) == 6  # two hops of each compressed site
@@ -82,6 +86,53 @@ def test_logits_with_compressed_sums_are_near_and_not_equal(codec):
     logits, _ = _functions(run, Settings(4, codec, {}, 0, "float32"))[0](params, tokens[:, :10], LENGTHS)
     error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
     assert 0 < error < (0.03 if codec == "int8h" else 0.25)
+
+
+def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact():
+    run = Run(dataclasses.replace(QWEN2, n_layers=8), tp=4, batch=3, length=SLOTS)
+    params, tokens = run.params(), run.batch_arrays()[0]
+    of = lambda codec, **options: _functions(run, Settings(4, codec, dtype="float32", **options))
+    exact, cache = of(None)[0](params, tokens[:, :10], LENGTHS)
+    error = {}
+    for feedback in (False, True):
+        logits, _ = of("mxfp4", min_bytes=0, error_feedback=feedback)[0](params, tokens[:, :10], LENGTHS)
+        error[feedback] = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
+    assert error[True] < 0.5 * error[False]
+    decode = of("mxfp4", error_feedback=True)[1]
+    with sites.record() as table:
+        decode.lower(params, tokens[:, 10], LENGTHS, cache)
+    assert {row.site: row.codec for row in table.rows() if row.kind == "activation"} == {
+        "embed": "none", "layers/attn/out": "none", "layers/mlp/down": "none",
+    }  # fmt: skip
+
+
+def test_perplexity_sees_the_last_position_as_prefill_does():
+    """The same errors are fed back and the last one is delivered, so that the table says what generation gets."""
+    run = Run(QWEN2, tp=4, batch=1, length=SLOTS)
+    params, tokens = run.params(), run.batch_arrays()[0][0]
+    settings = Settings(4, "int4h", min_bytes=0, dtype="float32", error_feedback=True)
+    ids = [*tokens.tolist(), 7]
+    score = Evaluation(QWEN2, run.mesh, params, ids, SLOTS).score(settings)
+    logits, _ = _functions(run, settings)[0](params, tokens[None], np.array([SLOTS], np.int32))
+    wanted = jax.nn.logsumexp(logits[0]) - logits[0, 7]
+    assert score.nll[-1] == pytest.approx(float(wanted), abs=1e-5)
+    without = Evaluation(QWEN2, run.mesh, params, ids, SLOTS).score(dataclasses.replace(settings, error_feedback=False))
+    assert abs(score.nll[-1] - without.nll[-1]) > 1e-3
+    assert score.sent == without.sent  # the last message is of one position, and not of these sites
+
+
+@pytest.mark.parametrize("codec, link, feedback", [
+    ("int4h", "auto", True), ("mxfp6", "nccl", True), ("tah4", "auto", True), ("int4h", "nvlink", False),
+    ("int8h", "auto", False), ("taco", "auto", False), ("int8_token", "auto", False),
+])  # fmt: skip
+def test_feedback_is_for_less_than_eight_bits(codec, link, feedback):
+    of = lambda **o: Settings(4, codec, link=link, **o).layout(QWEN2, jax.devices()[0], decoding=False).par
+    assert of().compression("layers/mlp/down").error_feedback is feedback
+    if link != "nvlink":
+        assert of(error_feedback=not feedback).compression("layers/mlp/down").error_feedback is not feedback
+    else:
+        with pytest.raises(ConfigError, match="error_feedback=True: link='nvlink' knows no errors"):
+            of(error_feedback=True)
 
 
 def test_one_setting_is_one_segment_under_the_decoder_s_own_names():

@@ -1,0 +1,67 @@
+"""Error feedback in training: the decoder's layers carry it, the rest is as without."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from model_helpers import QWEN2, Run, by_path
+
+from taco_jax.models import decoder
+from taco_jax.models.parallel import Parallel
+from taco_jax.plan import Compression, Plan
+
+DEEP = dataclasses.replace(QWEN2, n_layers=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed(Run):
+    """Forward in 4 bits with or without feedback, gradients exact."""
+
+    feedback: bool = True
+
+    @property
+    def par(self) -> Parallel:
+        compression = Compression("mxfp4", "none", min_bytes=0, error_feedback=self.feedback)
+        plan = Plan({"layers/*": compression}).resolve(decoder.site_names(self.config, self.tp))
+        return Parallel(plan=plan, remat=self.remat, dtype=self.dtype, loss_chunk=self.loss_chunk)
+
+
+def distance(got, want):
+    """Of all gradients together."""
+    square = lambda tree: sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in tree.values())
+    return np.sqrt(square({path: got[path] - want[path] for path in want}) / square(want))
+
+
+def test_loss_and_gradients_are_nearer_to_the_exact_ones():
+    options = {"tp": 4, "batch": 2, "length": 32}
+    loss, grads, _ = Run(DEEP, **options).gradients()
+    with_it, without = (Fed(DEEP, feedback=feedback, **options).gradients() for feedback in (True, False))
+    assert distance(with_it[1], grads) < 0.6 * distance(without[1], grads)
+    assert abs(with_it[0] - loss) < 0.05 * loss
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_repeats_nothing_and_changes_nothing(remat):
+    runs = [Fed(QWEN2, tp=4, dp=2, batch=4, remat=mode) for mode in ("none", remat)]
+    (plain, table), (recomputed, again) = (run.compiled() for run in runs)
+    assert [row.hlo for row in table.rows()] == [row.hlo for row in again.rows()]
+    bytes_of = lambda compiled: sorted(
+        line.split(" = ")[1].split(" ")[0] for line in compiled.as_text().splitlines()
+        if "u8[" in line and any(f" {op}(" in line for op in ("all-to-all", "all-gather"))
+    )  # fmt: skip
+    assert len(bytes_of(plain)) == 4 and bytes_of(plain) == bytes_of(recomputed)
+    grads = [by_path(jax.tree.map(np.asarray, run.gradients()[1])) for run in runs]
+    assert distance(grads[1], grads[0]) < 1e-4
+
+
+def test_what_is_sent_is_what_is_sent_without():
+    tables = [Fed(QWEN2, tp=4, feedback=feedback).compiled()[1] for feedback in (True, False)]
+    assert tables[0].rows() == tables[1].rows()
+
+
+@pytest.mark.parametrize("key, value", [("sequence_parallel", True), ("chains", 2)])
+def test_other_ways_of_sending_are_refused(key, value):
+    plan = {"layers/mlp/down": Compression("int4h", error_feedback=True)}
+    with pytest.raises(ValueError, match=f"{key}={value}: error_feedback .site 'layers/mlp/down'. is for whole seq"):
+        Parallel(plan=plan, **{key: value})
