@@ -101,6 +101,14 @@ def test_only_sums_take_it(file):
     assert counts(back.lower(x_P).compile()) == {"all-gather": 1}
 
 
+def test_sums_with_feedback_take_it(file):
+    x_P = np.ones((4, 2048), np.float32)
+    sum_of = lambda: per_rank(lambda x: taco_jax.psum_with_feedback(x, "tp", codec="taco")[0], 4, invarying_out=True)
+    assert counts(sum_of().lower(x_P).compile()) == {"all-to-all": 1, "all-gather": 1}
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, ((1024, 1, "one_shot"),))})
+    assert counts(sum_of().lower(x_P).compile()) == {"all-gather": 1}
+
+
 def test_the_site_table_says_which_and_why(file):
     tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, ONE_THEN_TWO)})
     x_P = np.ones((4, 4096), np.float32)

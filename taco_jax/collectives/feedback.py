@@ -87,4 +87,6 @@ def _options(entry, axis_name, codec, backward_codec, scales, key, link, min_byt
     options = check_options(entry, axis_name, codec, backward_codec, scales, key, None, link, min_bytes, backend,
                             chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     check_feedback(algorithm, link, between_hosts, f"{entry}: ")
-    return dataclasses.replace(options, local=0, link="nccl")
+    # Of all ranks on one host it stays known, so that a sum takes the algorithm that was measured there.
+    ranks = lax.axis_size(axis_name)
+    return dataclasses.replace(options, local=ranks if options.local == ranks else 0, link="nccl")
