@@ -73,6 +73,12 @@ class Stream:
         return self.text
 
 
+def _until_draining(url: str) -> None:
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{url}/health").status_code != 503:
+        assert time.monotonic() < deadline
+
+
 def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends_with_0(start):
     server = start("--name", "tiny")
     assert server.name == "tiny" and server.url.startswith("http://127.0.0.1:")
@@ -80,9 +86,7 @@ def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends_with_0(start):
         assert client.get("/health").status_code == 200
         stream = Stream(server.url, prompts=60)
         server.signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while client.get("/health").status_code != 503:
-            assert time.monotonic() < deadline
+        _until_draining(server.url)
         refused = client.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert not stream.text.endswith("data: [DONE]\n\n")
@@ -98,7 +102,7 @@ def test_a_second_signal_ends_at_once(start):
     server = start("--host", "0.0.0.0")
     stream = Stream(server.url, prompts=60)
     server.signal(signal.SIGTERM)
-    time.sleep(0.1)
+    _until_draining(server.url)
     server.signal(signal.SIGINT)
     status, errors = server.end()
     assert status == 128 + signal.SIGINT
