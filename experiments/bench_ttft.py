@@ -13,7 +13,7 @@ chosen tokens are there, and has no compiling in it; the cache has room for the 
 every variant, one after the other. What is compressed are the sums after row-parallel products; without --min-bytes
 messages that are small for the link go exactly, so run `python -m taco_jax.tune` on both links first. `free` is the
 exact program without its messages (free_communication.py), the sum of the embedding with them, which no variant
-compresses. Codecs of less than 8 bits have error feedback as generation has it, unless --no-error-feedback.
+compresses.
 
 variants  codec[:link[:feedback]], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none` (bfloat16) or
           `free`; feedback is fed or plain, with error feedback or without, as `taco_jax.Generator` has it if left out
@@ -22,7 +22,6 @@ output    OUT/README.md (hardware, commit, commands, tables), OUT/summary.json, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -95,8 +94,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--min-bytes", type=int, default=None, help="messages below are exact; as tuned by default")
-    either = argparse.BooleanOptionalAction
-    parser.add_argument("--error-feedback", action=either, default=None, help="as of taco_jax.generate by default")
     parser.add_argument("--seconds", type=float, default=None, help="begin no further shape after so long")
     parser.add_argument("--link-name", default=None, help="under which results go; as the environment says by default")
     parser.add_argument("--memory-gb", type=float, default=None, help="of a device; as it says itself by default")
@@ -224,8 +221,9 @@ class Bench:
 
     def _programs(self, variant: Variant, params) -> Programs:
         codec = None if variant.codec in ("none", "free") else variant.codec
-        options = {"min_bytes": self.args.min_bytes, "link": variant.link, "error_feedback": self.args.error_feedback}
-        return Programs(self.config, Settings(self.mesh.shape["tp"], codec, **options), self.mesh, params)
+        tp, least = self.mesh.shape["tp"], self.args.min_bytes
+        settings = Settings(tp, codec, min_bytes=least, link=variant.link, error_feedback=variant.feedback)
+        return Programs(self.config, settings, self.mesh, params)
 
     def _print(self, name: str, found: dict) -> None:
         if "skipped" in found:
