@@ -57,7 +57,8 @@ def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_co
         raise ValueError(f"psum_with_feedback: error is of shape {error.shape}: must be x's, {x.shape}")
     x = to_varying(x, axis_name)
     if error is not None:
-        x = (x.astype(jnp.float32) + lax.stop_gradient(error).astype(jnp.float32)).astype(x.dtype)
+        # In x's dtype, so that XLA may add it in the product that x is.
+        x = x + lax.stop_gradient(error).astype(x.dtype)
     forward, backward = (
         options.message(c, x.shape, x.nbytes, Label(site, direction, sites.current_calls(direction)))
         for c, direction in zip(options.codecs, ("forward", "backward"), strict=True)
