@@ -38,6 +38,8 @@ BAD = [
     ("bench_step", [*LINKS, "--rounds", "0"], "--rounds=0: must be at least 1"),
     ("bench_step", [*LINKS, "--chains", "2"], "--chains 2: no flag for a study's runs: a variant has its own"),
     ("bench_step", [*LINKS, "--mesh.tp", "3"], "3"),
+    ("bench_feedback", ["--codecs", "int4h:int8h"], "--codecs"),
+    ("bench_feedback", ["--rows", "0"], "--rows"),
     ("bench_ttft", ["--variants", "none", "free", "tacoo"], "--variants='tacoo': "),
     ("bench_ttft", ["--variants", "none", "free", "int4h,blok=32"], "'blok=32' must be FIELD=VALUE; did you mean"),
     ("bench_ttft", ["--variants", "none", "free", "taco:nvlinkk"], "--variants (link)='nvlinkk': did you mean"),
