@@ -216,6 +216,8 @@ def test_bad_arguments_are_named():
         fed_back(4, codec="int4h")(x_P, x_P[..., :128])
     with pytest.raises(TypeError, match="x is int32: must be one float array"):
         fed_back(4, codec="int4h")(x_P.astype(np.int32), x_P)
+    with pytest.raises(TypeError, match="error is float: must be an array of x's shape, or None"):
+        per_rank(lambda x: taco_jax.psum_with_feedback(x, "tp", 0.0, codec="int4h"), 4)(x_P)
     with pytest.raises(TypeError, match="x is tuple: must be one float array"):
         per_rank(lambda x: taco_jax.psum_with_feedback((x, x), "tp", codec="int4h"), 4)(x_P)
     with pytest.raises(TypeError, match="error_feedback=1: must be True or False"):

@@ -53,6 +53,8 @@ def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_co
                        chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"psum_with_feedback: x is {getattr(x, 'dtype', type(x).__name__)}: must be one float array")
+    if error is not None and not hasattr(error, "shape"):
+        raise TypeError(f"psum_with_feedback: error is {type(error).__name__}: must be an array of x's shape, or None")
     if error is not None and error.shape != x.shape:
         raise ValueError(f"psum_with_feedback: error is of shape {error.shape}: must be x's, {x.shape}")
     x = to_varying(x, axis_name)

@@ -86,6 +86,8 @@ class Settings:
     error_feedback: bool | None = None
 
     def __post_init__(self):
+        if self.tp < 1:
+            raise ConfigError(f"tp={self.tp!r}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
 

@@ -32,7 +32,8 @@ class Tokenizer:
 
         special=False adds none: a chat template has put them there itself.
         """
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        # As a batch: `encode` holds the interpreter's lock for all of a text: of megabytes seconds, for a whole server.
+        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

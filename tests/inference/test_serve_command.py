@@ -25,6 +25,7 @@ import httpx
 import taco_jax
 from taco_jax.config import ConfigError
 from taco_jax.inference import serve
+from taco_jax.inference.serving import process
 
 OPTIONS = ("--tp", "2", "--dtype", "float32", "--batch", str(BATCH))
 
@@ -45,8 +46,8 @@ def start(folder):
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
+    for server in started:
+        server.kill()
 
 
 class Stream:
@@ -120,6 +121,8 @@ def test_a_second_signal_ends_at_once(start):
         (["--model", "x", "--queue", "-1"], "queue=-1: must be at least 0"),
         (["--model", "x", "--port", "0"], "--model x: must be a Hugging Face folder"),
         (["--model", "x", "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8000:"),
+        (["--model", "x", "--host", "no..host"], "--host no..host --port 8000:"),
+        (["--model", "FOLDER", "--port", "0", "--tp", "0"], "tp=0: must be at least 1"),
         (
             ["--model", "FOLDER", "--port", "0", "--max-length", "65"],
             "max_length=65: the model's longest sequence has 64",
@@ -137,6 +140,15 @@ def test_a_port_that_is_taken():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: Address already in use; --port 0 takes a port"):
             serve.main(["--model", "x", "--port", str(port)])
+
+
+def test_a_port_that_another_server_takes_while_this_one_starts():
+    """Both have bound it; the one that listens first has it."""
+    bound = process.bind("127.0.0.1", 0)
+    with bound, process.bind("127.0.0.1", bound.getsockname()[1]) as other:
+        other.listen()
+        with pytest.raises(ConfigError, match=r"^http://127.0.0.1:\d+: Address already in use; --port 0 takes a port"):
+            process.serve(None, None, bound, lambda: pytest.fail("it does not listen"))
 
 
 def test_a_model_without_a_tokenizer(folder, tmp_path):

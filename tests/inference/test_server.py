@@ -227,6 +227,7 @@ BAD = [
     (P | {"presence_penalty": 0.5}, "presence_penalty", "is not supported"),
     (P | {"logit_bias": {"3": 1}}, "logit_bias", "is not supported"),
     (P | {"max_token": 3}, "max_token", "no such field; did you mean max_tokens?"),
+    (P | {"x" * 1000: 3}, "x" * 60, f"{'x' * 60}: no such field"),
     (P | {"model": 3}, "model", "must be a string, not a number"),
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "content=null: must be a text"),

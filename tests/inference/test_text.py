@@ -1,6 +1,8 @@
 """Text that comes token by token, with tokenizers of both families."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,3 +66,16 @@ def test_special_tokens_are_no_text_and_no_beginning():
     special, space, a = (tokenizer._tokenizer.token_to_id(token) for token in ("<s>", "▁", "a"))
     stream = tokenizer.stream([special])
     assert [stream.add(i) for i in (space, a, special, space, a)] == ["", "a", "", " ", "a"]
+
+
+def test_encoding_a_long_text_holds_no_other_thread_up():
+    """The steps of a thread that only sleeps, while another encodes."""
+    tokenizer, text = Tokenizer(_byte_level()), "x" * 1_000_000
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        encoding, longest, last = pool.submit(tokenizer.encode, text), 0.0, begin
+        while not encoding.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert len(encoding.result()) == len(text)
+    assert longest < (last - begin) / 2

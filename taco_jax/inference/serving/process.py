@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last of a name that no host can have
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host} --port {port}: {reason}; --port 0 takes a port that is free") from None
     return bound
@@ -63,7 +63,10 @@ class _Server(uvicorn.Server):
         self._service, self._ready, self._draining = service, ready, None
 
     async def startup(self, sockets=None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two servers may have bound the port, of which one listens
+            raise ConfigError(f"{address(sockets[0])}: {error.strerror}; --port 0 takes a port that is free") from None
         self._ready()
 
     @contextlib.contextmanager

@@ -65,8 +65,8 @@ def parse(raw: bytes, *, chat: bool) -> Request:
         if key in neutral:
             _check_neutral(key, value, neutral[key])
         elif key not in own and key not in IGNORED:
-            close = difflib.get_close_matches(key, [*own, *neutral], n=1)
-            raise RequestError(f"{key}: no such field{f'; did you mean {close[0]}?' if close else ''}", key)
+            close = difflib.get_close_matches(key[:60], [*own, *neutral], n=1)
+            raise RequestError(f"{key[:60]}: no such field{f'; did you mean {close[0]}?' if close else ''}", key[:60])
     get = lambda key, default=None: default if body.get(key) is None else body[key]
     stream = _boolean(get("stream", False), "stream")
     return Request(

@@ -58,9 +58,10 @@ class Service:
         if request.model not in (None, self.name):
             message = f"model={request.model!r}: is not served here; {self.name!r} is"
             raise RequestError(message, "model", status=404, code="model_not_found")
+        if len(request.prompts) > self._room:
+            message = f"prompt: {len(request.prompts)} prompts; at most {self._room} fit in the queue"
+            raise RequestError(message, "prompt")
         prompts = await run_in_threadpool(self._encode, request)
-        if len(prompts) > self._room:
-            raise RequestError(f"prompt: {len(prompts)} prompts; at most {self._room} fit in the queue", "prompt")
         answer = Answer(self, self._generator.checkpoint.tokenizer, request, prompts)
         if self.draining:
             raise RequestError(self.trouble, status=503, code="shutting_down")
