@@ -40,6 +40,7 @@ import numpy as np
 import runs
 import ttft_report
 
+from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware
 from taco_jax import cli, tuned
 from taco_jax.config import ConfigError
@@ -74,6 +75,9 @@ def parse(given: Sequence[str]) -> list[Variant]:
     for text in given:
         codec, link, feedback = (*text.split(":", 2), "", "")[:3]
         runs.choices("--variants (link)", link or "auto", LINKS)
+        runs.require(
+            (link, feedback) != ("nvlink", "fed"), "--variants", text, "NVLink kernels keep no errors; use nccl"
+        )
         runs.require(feedback in FEEDBACK, "--variants", text, "must end with fed or plain, as in int4h:auto:plain")
         if codec != "free":
             parse_codec(codec, "--variants")
@@ -104,6 +108,10 @@ def main(arguments: Sequence[str]) -> None:
     lengths, batches = runs.numbers("--lengths", args.lengths, 1), runs.numbers("--batches", args.batches, 1)
     runs.require(args.rounds >= 5, "--rounds", args.rounds, "must be at least 5")
     args.seconds = runs.limit("--seconds", args.seconds)
+    for key, least in (("tp", 1), ("min_bytes", 0)):
+        value = getattr(args, key)
+        runs.require(value is None or value >= least, f"--{key.replace('_', '-')}", value, f"must be at least {least}")
+    runs.require(args.memory_gb is None or args.memory_gb > 0, "--memory-gb", args.memory_gb, "must be above 0")
     runs.choices("--model", args.model, PRESETS)
     config = preset(args.model)
     if args.layers is not None:
@@ -155,6 +163,8 @@ class Bench:
         try:
             summary = json.loads(file.read_text())
             had = {key: summary[key] for key in (*what, "goes", "results")}
+            if not (isinstance(had["goes"], list) and isinstance(had["results"], dict)):
+                raise TypeError("goes must be a list and results an object")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: is no summary of this benchmark ({error!r}); name another --out") from None
         for key, value in what.items():
@@ -167,8 +177,9 @@ class Bench:
         for i, (batch, length) in enumerate(shapes):
             name = f"{batch}x{length}"
             earlier = self.results.get(name, {})
-            if "skipped" in earlier or wanted <= earlier.keys():
-                print(f"{name}: {'skipped' if 'skipped' in earlier else 'measured'} before", flush=True)
+            # What did not fit is tried again: memory, or what is said of it, may be another.
+            if wanted <= earlier.keys():
+                print(f"{name}: measured before", flush=True)
                 continue
             if self.args.seconds is not None and time.perf_counter() - start > self.args.seconds:
                 left = ", ".join(f"{b}x{n}" for b, n in shapes[i:])
@@ -212,6 +223,8 @@ class Bench:
                     taken = run()
                     if i >= WARM_UP:
                         seconds[name].append(taken)
+        except KernelUnavailableError as error:
+            raise ConfigError(f"--variants: {error}") from None
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

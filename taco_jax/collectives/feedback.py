@@ -43,6 +43,9 @@ def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_co
     Returns:
       y of x's shape and dtype, varying -> invarying; error' of x's shape and dtype, varying.
 
+    A value that is no number, or sums too large for the dtype, make y and the errors of their block NaN or Inf; from
+    then on every sum that takes such an error is: start again with None.
+
     Gradients: of y as psum's. The errors have none: to a gradient, Q(u) is u.
 
     Raises:

@@ -17,6 +17,7 @@ DESCRIPTION = """Serve a model over HTTP with OpenAI's API, with compressed tens
 whoever reaches the port may use it, so it listens on this machine only unless --host says otherwise."""
 
 LONGEST = 4096
+MOST_ROWS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,8 @@ def _check(config: ServeConfig) -> None:
         value = getattr(config, key)
         if value is not None and value < least:
             raise ConfigError(f"{key}={value}: must be at least {least}")
+    if config.batch > MOST_ROWS:
+        raise ConfigError(f"batch={config.batch}: must be at most {MOST_ROWS}")
     if config.port > 65535:
         raise ConfigError(f"port={config.port}: must be at most 65535; 0 takes one that is free")
 

@@ -60,7 +60,7 @@ def test_levels_are_kernels_and_collectives_of_bytes(codec, between, local):
 
 
 def test_error_feedback_is_three_kernels_more_and_one_pass():
-    """The error that comes in is added by the product; the own wires, the own share's sum and its wire are decoded; what
+    """The error that comes in is added by the product; own wires, the own share's sum and its wire are decoded; what
     is left of the term, with the share's part in its place, is one fusion."""
 
     def f(h, w, error):

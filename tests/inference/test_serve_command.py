@@ -118,6 +118,7 @@ def test_a_second_signal_ends_at_once(start):
         (["--modle", "x"], "unknown option --modle; did you mean --model?"),
         (["--model", "x", "--port", "70000"], "port=70000: must be at most 65535"),
         (["--model", "x", "--batch", "0"], "batch=0: must be at least 1"),
+        (["--model", "x", "--batch", "99999999999"], "batch=99999999999: must be at most 65536"),
         (["--model", "x", "--queue", "-1"], "queue=-1: must be at least 0"),
         (["--model", "x", "--port", "0"], "--model x: must be a Hugging Face folder"),
         (["--model", "x", "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8000:"),
