@@ -273,6 +273,11 @@ def _check_limits(config: TrainConfig) -> None:
     for setting, limits in LIMITS.items():
         if not getattr(config.compression, setting):
             continue
+        if setting == "error_feedback" and config.compression.forward == "none" and not config.compression.plan:
+            raise ConfigError(
+                "compression.error_feedback=True: sums of compression.forward='none' lose nothing; set a codec, or "
+                "leave compression.error_feedback out"
+            )
         for key, limit, why in limits:
             value = get(config, key)
             if value not in (limit, None):  # None: left to `config.sequence_parallel`, which says no

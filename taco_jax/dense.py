@@ -56,6 +56,11 @@ class Dense:
             compression = as_compression(self.compression)
         except ValueError as error:
             raise ValueError(f"compression={self.compression!r}: {error}") from None
+        if compression is not None and compression.error_feedback:
+            raise ValueError(
+                "compression.error_feedback=True: a layer by itself hands no error on; leave it out, or sum with "
+                "taco_jax.psum_with_feedback"
+            )
         object.__setattr__(self, "compression", compression)
         object.__setattr__(self, "site", self.site or self.kind)
         if self.batch_axes is not None:

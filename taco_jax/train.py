@@ -165,10 +165,11 @@ class Run:
         parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
+        fed = " with error feedback" if config.compression.error_feedback else ""
         say(
             f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
             f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
-            f"codec {config.compression.forward} forward, {config.compression.backward} backward"
+            f"codec {config.compression.forward} forward{fed}, {config.compression.backward} backward"
         )
         if config.mesh.pp > 1:
             schedule = self.program.schedule_of_stages

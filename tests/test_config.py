@@ -213,6 +213,10 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
             "compression.with_product=True: is never used with mesh.pp=2 (stages run no kernel over NVLink)",
         ),
         (
+            {"compression.error_feedback": True, "compression.forward": "none"},
+            "compression.error_feedback=True: sums of compression.forward='none' lose nothing; set a codec, or leave",
+        ),
+        (
             {"compression.error_feedback": True, "chains": 2},
             "compression.error_feedback=True: is never used with chains=2 (the sums of one chain take errors along); "
             "set chains=1, or leave compression.error_feedback out",

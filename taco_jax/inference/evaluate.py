@@ -99,8 +99,9 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
         mesh = make_mesh(tp=config.tp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for each in settings.values():
-        each.layout(checkpoint.config, mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
+    layout = lambda each: each.layout(checkpoint.config, mesh.devices.flat[0], decoding=False)
+    # Raises before minutes of reading.
+    feedback = {codec: layout(each).error_feedback for codec, each in settings.items()}
     params = load_params(checkpoint, mesh, config.dtype)
     evaluation = Evaluation(checkpoint.config, mesh, params, ids, config.context)
     where = f"context {config.context}, tp {config.tp}, {config.dtype}"
@@ -109,7 +110,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     for codec, each in settings.items():
         score = evaluation.score(each)
         exact = exact or score
-        results[codec] = describe(score, exact)
+        results[codec] = describe(score, exact) | {"error_feedback": feedback[codec]}
         print(line(codec, results[codec]), flush=True)
     return results
 
@@ -138,6 +139,7 @@ def line(codec: str, result: dict) -> str:
         return text
     text += f" ({result['change']:+.2%} +- {result['error']:.2%}), same token {result['agreement']:.2%}, "
     text += f"{result['ratio']:.2f} times fewer bytes than bf16"
+    text += " with error feedback" if result.get("error_feedback") else ""
     for site, measured in result["sites"].items():
         text += f"; {site} {measured['bits']:.2f} bits, SNR {measured['snr_db']:.1f} dB"
     return text

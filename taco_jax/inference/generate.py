@@ -109,6 +109,6 @@ def report(generator) -> str:
         sent, bf16 = tables[-1].total()
         lines.append(
             f"a device sends {sent / 1e6:.2f} MB of activations for the prompts, {bf16 / 1e6:.2f} MB in bf16: ratio "
-            f"{bf16 / sent:.2f}"
+            f"{bf16 / sent:.2f}{', with error feedback' if generator.programs.error_feedback else ''}"
         )
     return "\n".join(lines)

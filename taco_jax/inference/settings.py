@@ -48,7 +48,7 @@ def parse_codec(text: str, key: str = "compression") -> Codec:
     try:
         return dataclasses.replace(as_codec(name, key), **fields)
     except ValueError as error:
-        raise ConfigError(f"{key}={text!r}: {error}") from None
+        raise ConfigError(f"{key}={text!r}: {error}" if changes else str(error)) from None
 
 
 class Segment(NamedTuple):
@@ -64,6 +64,11 @@ class Layout(NamedTuple):
 
     par: Parallel
     segments: tuple[Segment, ...]
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether any sum takes errors along."""
+        return any(c is not None and c.error_feedback for _, c in self.par.plan)
 
     def scales(self) -> dict[str, SiteScales]:
         """The site scale 1 for every site whose codec's scale is ue5m3: its byte then spans 2^-15 to 2^16 in steps of

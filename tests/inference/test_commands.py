@@ -25,16 +25,19 @@ def test_generate(model, run_python):
     result = run_python([*command, "--tp", "2", "--devices", "cpu:2", "--compression", "mxfp4", "--min-bytes", "0"])
     assert result.stdout.startswith("--- 1 of 2\nOnce") and "--- 2 of 2\nupon a time" in result.stdout
     assert re.search(r"time to first token \d+ ms .*; then [\d.]+ tokens/s, 10 tokens of 2 row", result.stderr)
-    assert re.search(r"a device sends [\d.]+ MB of activations for the prompts, [\d.]+ MB in bf16", result.stderr)
+    assert re.search(r"a device sends [\d.]+ MB of activations .*, [\d.]+ MB in bf16: .*, with error", result.stderr)
 
 
 def test_perplexity(model, run_python, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     command = ["-m", "taco_jax.evaluate", "perplexity", "--model", model[1], "--text", "text.txt", "--context", "32"]
-    options = ["--tp", "2", "--devices", "cpu:2", "--codec", "int8h", "--json", "out.json"]
+    options = ["--tp", "2", "--devices", "cpu:2", "--codec", "int8h", "int4h", "--json", "out.json"]
     result = run_python([*command, *options])
     measured = json.loads((tmp_path / "out.json").read_text())
-    assert list(measured) == ["none", "int8h"]
+    assert {codec: result["error_feedback"] for codec, result in measured.items()} == {
+        "none": False, "int8h": False, "int4h": True,
+    }  # fmt: skip
+    assert re.search(r"int4h: .* bf16 with error feedback;", result.stdout)
 
     tokens = _ids(model[1], TEXT)
     total = 0.0
