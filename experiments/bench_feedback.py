@@ -14,15 +14,14 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import runs
+import timing
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +33,6 @@ from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.message import Message
 
 K, N, PLAYED = 4736, 3584, 4
-WARM_UP = 5  # rounds that are not counted
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,7 +54,9 @@ def main(arguments: Sequence[str]) -> None:
     devices = cli.devices(args.devices)
     results: dict[str, dict] = {}
     for count in rows:
-        results[str(count)] = measure(variants(codecs, len(devices)), operands(count, devices), args)
+        results[str(count)] = timing.in_turn(
+            variants(codecs, len(devices)), operands(count, devices), rounds=args.rounds, calls=args.calls
+        )
         alone = results[str(count)]["product"]["us"]
         for variant, r in results[str(count)].items():
             print(f"{count:6} rows {variant:24} {r['us']:8.1f} us, {r['us'] - alone:+8.1f}", flush=True)
@@ -117,37 +117,15 @@ def _hops(codec, x_S):
     return backend.decode_chunks(codec, [share], [gathered], x_S.dtype), share, wires, wire
 
 
-def measure(functions: dict, arguments: tuple, args) -> dict[str, dict]:
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(WARM_UP + args.rounds):
-        for name, function in functions.items():
-            jax.block_until_ready(function(*arguments))
-            start = time.perf_counter()
-            for _ in range(args.calls):
-                y = function(*arguments)
-            jax.block_until_ready(y)
-            times[name].append(1e6 * (time.perf_counter() - start) / args.calls)
-    counted = {name: t[WARM_UP:] for name, t in times.items()}
-    return {
-        name: {"us": statistics.median(t), "fastest_us": min(t), "slowest_us": max(t)} for name, t in counted.items()
-    }
-
-
 def write(args, ranks: int, results: dict) -> None:
-    names = list(next(iter(results.values())))
     where = f"one device that plays {PLAYED} ranks" if ranks == 1 else f"{ranks} devices"
     lines = [
         *runs.header(f"Compressed sums with error feedback, {where}", args.commit),
         f"x [rows, {K}] @ w [{K}, {N}], bfloat16, and the sum of its result. Microseconds (and how many more than the "
         f"product alone), medians of {args.rounds} rounds, variants in turn.",
         "",
-        "| rows | " + " | ".join(names) + " |",
-        "|---" * (1 + len(names)) + "|",
+        *timing.beside_product("rows", results),
     ]
-    for rows, row in results.items():
-        alone = row["product"]["us"]
-        cells = [f"{row[n]['us']:.0f}" + (f" ({row[n]['us'] - alone:+.0f})" if n != "product" else "") for n in names]
-        lines.append(f"| {rows} | " + " | ".join(cells) + " |")
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
     (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 

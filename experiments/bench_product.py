@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import runs
+import timing
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,7 +44,6 @@ PRODUCTS = {
     "attn/in, backward": (1152, True),
     "mlp/in, backward": (9472, True),
 }
-WARM_UP = 5  # rounds that are not counted
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -67,7 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     runs.folder("--out", args.out)
     results: dict[str, dict] = {}
     for name, (k, transposed) in PRODUCTS.items():
-        results[name] = measure(variants(codecs, ranks, transposed), operands(ranks, k, transposed), args)
+        results[name] = timing.in_turn(
+            variants(codecs, ranks, transposed), operands(ranks, k, transposed), rounds=args.rounds, calls=args.calls
+        )
         alone = results[name]["product"]["us"]
         for variant, r in results[name].items():
             print(f"{name:18} {variant:24} {r['us']:8.1f} us, {r['us'] - alone:+8.1f}", flush=True)
@@ -123,24 +123,7 @@ def on_all(f, ranks: int):
     return jax.jit(jax.shard_map(own, mesh=mesh(), in_specs=P("tp"), out_specs=P("tp")))
 
 
-def measure(functions: dict, arguments: tuple, args) -> dict[str, dict]:
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(WARM_UP + args.rounds):
-        for name, function in functions.items():
-            jax.block_until_ready(function(*arguments))
-            start = time.perf_counter()
-            for _ in range(args.calls):
-                y = function(*arguments)
-            jax.block_until_ready(y)
-            times[name].append(1e6 * (time.perf_counter() - start) / args.calls)
-    counted = {name: t[WARM_UP:] for name, t in times.items()}
-    return {
-        name: {"us": statistics.median(t), "fastest_us": min(t), "slowest_us": max(t)} for name, t in counted.items()
-    }
-
-
 def write(args, ranks: int, results: dict) -> None:
-    names = list(next(iter(results.values())))
     where = f"one GPU that plays {PLAYED} ranks" if ranks == 1 else f"{ranks} GPUs"
     linked = "its own memory" if ranks == 1 else hardware.missing(jax.devices()[0].device_kind) or "NVLink"
     lines = [
@@ -148,13 +131,8 @@ def write(args, ranks: int, results: dict) -> None:
         f"Link: {linked}. x [{M}, K] @ w [K, {N}], bfloat16. Microseconds (and how many more than the product alone), "
         f"medians of {args.rounds} rounds, variants in turn.",
         "",
-        "| product | K | " + " | ".join(names) + " |",
-        "|---" * (2 + len(names)) + "|",
+        *timing.beside_product("product | K", {f"{name} | {PRODUCTS[name][0]}": row for name, row in results.items()}),
     ]
-    for name, row in results.items():
-        alone = row["product"]["us"]
-        cells = [f"{row[n]['us']:.0f}" + (f" ({row[n]['us'] - alone:+.0f})" if n != "product" else "") for n in names]
-        lines.append(f"| {name} | {PRODUCTS[name][0]} | " + " | ".join(cells) + " |")
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
     (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 

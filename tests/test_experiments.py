@@ -40,7 +40,7 @@ BAD = [
     ("bench_step", [*LINKS, "--mesh.tp", "3"], "3"),
     ("bench_feedback", ["--codecs", "int4h:int8h"], "--codecs"),
     ("bench_feedback", ["--rows", "0"], "--rows"),
-    ("bench_ttft", ["--variants", "none", "free", "tacoo"], "--variants='tacoo': "),
+    ("bench_ttft", ["--variants", "none", "free", "tacoo"], "--variants='tacoo' is unknown: did you mean 'taco'"),
     ("bench_ttft", ["--variants", "none", "free", "int4h,blok=32"], "'blok=32' must be FIELD=VALUE; did you mean"),
     ("bench_ttft", ["--variants", "none", "free", "taco:nvlinkk"], "--variants (link)='nvlinkk': did you mean"),
     ("bench_ttft", ["--variants", "none", "taco"], "--variants=none taco: must have none and free to compare"),

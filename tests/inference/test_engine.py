@@ -7,8 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import make_mesh
-from served import BATCH, LONGEST, save_chat_model
+from served import BATCH, LONGEST
 
 import taco_jax
 
@@ -22,23 +21,6 @@ from taco_jax.inference.serving.stops import Stops
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(0, 300, length).tolist() for length in (1, 3, 31, 32, 33, 50, 7, 12, 2, 40, 5)]
-
-
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory):
-    make_mesh(tp=2)
-    folder = tmp_path_factory.mktemp("llama")
-    save_chat_model(folder)
-    return taco_jax.Generator(folder, tp=2, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def programs(generator):
-    programs = RowPrograms(
-        generator.config, generator.settings, generator.mesh, generator.programs.params, BATCH, LONGEST
-    )
-    programs.compile()
-    return programs
 
 
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}

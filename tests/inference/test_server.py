@@ -7,10 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import make_mesh
-from served import BATCH, LONGEST, in_thread, save_chat_model
-
-import taco_jax
+from served import BATCH, LONGEST, in_thread
 
 pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
 pytest.importorskip("starlette", reason="the extra serve: pip install 'taco-jax[serve]'")
@@ -21,29 +18,11 @@ import httpx
 
 from taco_jax.inference.serving import app
 from taco_jax.inference.serving.engine import Engine
-from taco_jax.inference.serving.programs import RowPrograms
 from taco_jax.inference.serving.service import Service
 
 QUEUE = 6
 TEXTS = ["Once upon a time", "the quick brown", "é", "1 2 3 4 5 6 7 8 9"]
 MESSAGES = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi!"}]
-
-
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory):
-    make_mesh(tp=2)
-    folder = tmp_path_factory.mktemp("llama")
-    save_chat_model(folder)
-    return taco_jax.Generator(folder, tp=2, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def programs(generator):
-    programs = RowPrograms(
-        generator.config, generator.settings, generator.mesh, generator.programs.params, BATCH, LONGEST
-    )
-    programs.compile()
-    return programs
 
 
 @pytest.fixture(scope="module")
