@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from taco_jax import cli
 from taco_jax.config import ConfigError
+from taco_jax.inference.flags import ModelFlags
 
 DESCRIPTION = """Go on with prompts, with compressed tensor parallelism.
 
@@ -18,11 +19,9 @@ DESCRIPTION = """Go on with prompts, with compressed tensor parallelism.
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(ModelFlags):
     """Go on with prompts."""
 
-    model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
     prompt: tuple[str, ...] = ()
     """Text to go on with; several texts are one batch."""
     max_tokens: int = 128
@@ -37,24 +36,6 @@ class GenerateConfig:
     """Seed of what is drawn; prompt number n draws with seed + n."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
-    tp: int = 1
-    """Tensor-parallel devices."""
-    compression: str = "none"
-    """Codec of the sums over devices: mxfp4, int8h, ... (README), with fields changed after commas: int4h,block=32."""
-    plan: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
-    min_bytes: int | None = None
-    """Messages below this many bytes are sent exactly; None: as tuned for the link, in decode steps at least 64 KiB."""
-    link: str = "auto"
-    """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
-    backend: str = "auto"
-    """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto."""
-    error_feedback: bool | None = None
-    """Each sum takes along what the one before it lost; None: codecs below 8 bits do, unless over NVLink kernels."""
-    dtype: str = "bfloat16"
-    """Type of weights and activations: bfloat16, float32 or float16."""
-    devices: str | None = None
-    """'cpu:4' emulates four devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -65,15 +46,11 @@ def main(args: Sequence[str]) -> int:
             raise ConfigError(f"--{key}: is needed, for example {example}")
     cli.select_devices(config.devices)
     # Imported here: errors in the settings then come before the seconds that these imports take.
-    from taco_jax.inference.generator import Generator
     from taco_jax.inference.sampling import Sampling
 
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     cli.devices(config.devices)
-    generator = Generator(
-        config.model, tp=config.tp, compression=config.compression, plan=config.plan, min_bytes=config.min_bytes,
-        dtype=config.dtype, link=config.link, backend=config.backend, error_feedback=config.error_feedback,
-    )  # fmt: skip
+    generator = config.generator()
     tokens = generator.generate(
         config.prompt, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos
     )

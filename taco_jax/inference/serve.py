@@ -10,6 +10,7 @@ from pathlib import Path
 
 from taco_jax import cli
 from taco_jax.config import ConfigError
+from taco_jax.inference.flags import ModelFlags
 
 DESCRIPTION = """Serve a model over HTTP with OpenAI's API, with compressed tensor parallelism.
 
@@ -21,11 +22,9 @@ MOST_ROWS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(ModelFlags):
     """Serve a model over HTTP with OpenAI's API."""
 
-    model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is all of the machine's, for anybody who reaches them."""
     port: int = 8000
@@ -38,25 +37,9 @@ class ServeConfig:
     """Requests that may wait for a row; more get status 429."""
     max_length: int | None = None
     """Tokens of a prompt and its answer together; None: the model's longest sequence, 4096 at most."""
-    tp: int = 1
-    """Tensor-parallel devices."""
-    compression: str = "none"
-    """Codec of the sums over devices: mxfp4, int8h, ... (README), with fields changed after commas: int4h,block=32."""
-    plan: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     min_bytes: int | None = None
     """Messages below this many bytes are sent exactly; None: as tuned for the link, and all of decode steps. If set, an
     answer may depend a little on those that are decoded beside it."""
-    link: str = "auto"
-    """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
-    backend: str = "auto"
-    """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto."""
-    error_feedback: bool | None = None
-    """Each sum takes along what the one before it lost; None: codecs below 8 bits do, unless over NVLink kernels."""
-    dtype: str = "bfloat16"
-    """Type of weights and activations: bfloat16, float32 or float16."""
-    devices: str | None = None
-    """'cpu:4' emulates four devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -102,17 +85,13 @@ def _start(config: ServeConfig, service):
     """(service, engine) with the model loaded and all programs compiled."""
     import jax
 
-    from taco_jax.inference.generator import Generator
     from taco_jax.inference.serving.engine import Engine
     from taco_jax.inference.serving.programs import RowPrograms
     from taco_jax.inference.text import missing_tokenizer
 
     say = lambda text: print(text, file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    generator = Generator(
-        config.model, tp=config.tp, compression=config.compression, plan=config.plan, min_bytes=config.min_bytes,
-        dtype=config.dtype, link=config.link, backend=config.backend, error_feedback=config.error_feedback,
-    )  # fmt: skip
+    generator = config.generator()
     if generator.checkpoint.tokenizer is None:
         raise ConfigError(missing_tokenizer(generator.checkpoint.path))
     longest = _longest(config.max_length, generator.config.max_length)

@@ -1,5 +1,7 @@
 """The model and the programs that the tests of serving share. What they import comes with the extra `test`, so late."""
 
+import threading
+
 import pytest
 from helpers import make_mesh
 
@@ -29,3 +31,12 @@ def programs(generator):
     )
     programs.compile()
     return programs
+
+
+@pytest.fixture
+def gate(programs, monkeypatch):
+    """While it is closed the engine stands still before its next step."""
+    gate, step = threading.Event(), programs.step
+    monkeypatch.setattr(programs, "step", lambda **kind: gate.wait(60) and step(**kind))
+    yield gate
+    gate.set()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import queue
-import threading
 import time
 
 import numpy as np
@@ -51,15 +50,6 @@ def engine(programs):
     engine.start()
     yield engine
     engine.stop()
-
-
-@pytest.fixture
-def gate(programs, monkeypatch):
-    """While it is closed the engine stands still before its next step."""
-    gate, step = threading.Event(), programs.step
-    monkeypatch.setattr(programs, "step", lambda **kind: gate.wait(60) and step(**kind))
-    yield gate
-    gate.set()
 
 
 class Listener:

@@ -39,15 +39,6 @@ def client(service):
         yield client
 
 
-@pytest.fixture
-def gate(programs, monkeypatch):
-    """While it is closed the engine stands still before its next step."""
-    gate, step = threading.Event(), programs.step
-    monkeypatch.setattr(programs, "step", lambda **kind: gate.wait(60) and step(**kind))
-    yield gate
-    gate.set()
-
-
 @pytest.fixture(scope="module")
 def expected(generator):
     """What Generator makes of TEXTS: 12 tokens each."""
