@@ -1,6 +1,20 @@
 # Shared by .ci/run and .ci/nightly. Sourced, with bash, from the repository's root.
 
 failures=()
+LIMIT_REACHED=124 # the exit status of what `limited` ended; `timeout` has the same
+
+# limited SECONDS COMMAND...: runs a command and ends it after SECONDS, which should be at least four times of what it
+# takes on two idle cores: a busy machine is no fault. Says so when it was the limit that ended it.
+limited() {
+    local limit=$1 start=$SECONDS status=0
+    shift
+    timeout --kill-after=60 "$limit" "$@" || status=$?
+    if ((status != 0 && SECONDS - start >= limit)); then
+        printf '!!! ended by the limit of %d s: %s\n' "$limit" "$*" >&2
+        status=$LIMIT_REACHED
+    fi
+    return "$status"
+}
 
 # step NAME COMMAND...: runs the command in a subshell, says how long it took, remembers a failure and goes on.
 step() {
@@ -17,6 +31,9 @@ step() {
     set -e
     if ((status == 0)); then
         printf '=== %s: ok (%d s)\n' "$name" $((SECONDS - start))
+    elif ((status == LIMIT_REACHED)); then
+        printf '=== %s: FAILED, ended by its limit of time (%d s)\n' "$name" $((SECONDS - start))
+        failures+=("$name: ended by its limit of time")
     else
         printf '=== %s: FAILED with status %d (%d s)\n' "$name" "$status" $((SECONDS - start))
         failures+=("$name")
@@ -30,6 +47,14 @@ checkout() {
     git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
         if [[ -e $file ]]; then printf '%s\0' "$file"; fi
     done | tar --create --null --files-from=- | tar --extract --directory="$1"
+}
+
+# workers: how many test processes to start, one a core and 3 GB of memory; TACO_TEST_WORKERS says otherwise.
+workers() {
+    local cores memory
+    cores=$(nproc)
+    memory=$(awk '/^MemAvailable/ {print int($2 / 3e6)}' /proc/meminfo)
+    printf '%d' "${TACO_TEST_WORKERS:-$((memory < cores ? (memory < 1 ? 1 : memory) : cores))}"
 }
 
 # test_command: the README's own, word for word.
