@@ -91,6 +91,7 @@ class Runner:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTEST_ADDOPTS": "",
             "PYTHONDONTWRITEBYTECODE": "1",
+            "COLUMNS": "400",  # pytest cuts the reasons of its summary to them
         }
         self._environment.pop("PYTHONPATH", None)
 

@@ -17,7 +17,7 @@ MUTANTS = (
         "taco_jax/tensor_parallel.py",
         "return collectives.copy(x, axis, **_options(compression, scales, site))",
         "return to_varying(x, axis)",
-        ("tests/test_decoder.py -k 'messages and not full'",),
+        ("tests/test_decoder.py -k test_messages",),
     ),
     Mutant(
         "codec-pair",
@@ -25,7 +25,7 @@ MUTANTS = (
         "taco_jax/tensor_parallel.py",
         '"codec": compression.forward, "backward_codec": compression.backward,',
         '"codec": compression.forward, "backward_codec": compression.forward,',
-        ("tests/test_tensor_parallel.py -k options_arrive", "tests/test_decoder.py -k messages"),
+        ("tests/test_tuned.py -k each_direction", "tests/test_step.py -k plan_reaches"),
     ),
     Mutant(
         "slot-of-devices",
@@ -57,7 +57,7 @@ MUTANTS = (
         "taco_jax/models/attention.py",
         "head = lax.axis_index(par.axis) * config.n_kv_heads // lax.axis_size(par.axis)",
         "head = lax.axis_index(par.axis) % config.n_kv_heads",
-        ("tests/test_decoder.py -k gradients_equal",),
+        ("tests/test_decoder.py -k 'gradients_equal and qwen2'",),
     ),
     Mutant(
         "kv-gradients",
@@ -65,7 +65,7 @@ MUTANTS = (
         "taco_jax/models/decoder.py",
         '({"k", "v"} if kv_replicated(config, tp) else set())',
         "set()",
-        ("tests/test_decoder.py -k 'replicated_gradients or messages'",),
+        ("tests/test_decoder.py -k 'replicated_gradients or test_messages'",),
     ),
     Mutant(
         "own-rows",
@@ -73,7 +73,7 @@ MUTANTS = (
         "taco_jax/models/parallel.py",
         "lax.dynamic_slice_in_dim(whole_LD, lax.axis_index(axis) * length, length, axis=0)",
         "lax.dynamic_slice_in_dim(whole_LD, (lax.axis_index(axis) + 1) % ranks * length, length, axis=0)",
-        ("tests/test_decoder.py -k gradients_equal",),
+        ("tests/test_decoder.py -k 'gradients_equal and gpt2'",),
     ),
     Mutant(
         "remat-policy",
@@ -81,7 +81,7 @@ MUTANTS = (
         "taco_jax/models/parallel.py",
         "policy = policies.save_only_these_names(*REMAT_NAMES)",
         "policy = policies.nothing_saveable",
-        ("tests/test_decoder.py -k messages", "tests/test_chains.py -k recomputation"),
+        ("tests/test_decoder.py -k test_messages", "tests/test_chains.py -k recomputation"),
     ),
     Mutant(
         "initial-values",
