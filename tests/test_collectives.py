@@ -52,8 +52,8 @@ GRID = {
 }
 
 
-def check_operation(operation, codec, ranks, dtype, reference=None):
-    """reference: of a codec that is no preset."""
+def check_operation(operation, codec, ranks, dtype, reference=None, fall=0):
+    """reference: of a codec that is no preset. fall: every rank's values are 2^fall smaller than the rank's before."""
     reference = reference or REFERENCES[codec]
     model, run = OPERATIONS[operation]
     if operation == "psum":  # auto: the exchange for two ranks, else two-shot
@@ -63,6 +63,7 @@ def check_operation(operation, codec, ranks, dtype, reference=None):
     rng = np.random.default_rng(ranks)
     # 3 x 8 * 17: pieces are no multiple of a block, whatever the number of ranks
     x_P = (rng.normal(size=(ranks, 3, 136)) * np.exp2(rng.integers(-3, 4, (ranks, 3, 1)))).astype(DTYPES[dtype])
+    x_P *= np.exp2(-fall * np.arange(ranks)).astype(x_P.dtype)[:, None, None]
     invarying = operation in INVARYING
 
     def f(x):
@@ -109,6 +110,12 @@ def test_values_bytes_and_bits(operation, codec, ranks, dtype):
 @pytest.mark.parametrize("fields", [("e2m2", 16, "none", "e5m0"), ("e1m2", 8, "none", "e4m0")])
 def test_short_elements_and_scales(operation, fields):
     check_operation(operation, Codec(*fields), 4, "float32", Reference(*fields))
+
+
+@pytest.mark.parametrize("operation", ["one_shot", "psum_scatter"])
+def test_terms_are_added_in_rank_order(operation):
+    """Sums of codes of one size are exact in float32, whatever the order; of terms that fall by 2^5 they are not."""
+    check_operation(operation, "e4m3", 8, "float32", fall=5)
 
 
 @pytest.mark.slow

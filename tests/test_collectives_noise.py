@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from shards import per_rank
 
 import taco_jax
 from taco_jax import CODECS, Codec
+from taco_jax.collectives.message import Label, Message
 
 
 @pytest.mark.parametrize("codec", ["taco", "e4m3", "int8h", "int4h"])
@@ -27,7 +29,19 @@ def test_what_two_shot_loses(codec):
         assert low <= loss <= high, (ranks, algorithm, loss)
 
 
-def test_stochastic_rounding_differs_on_every_rank_and_hop():
+def test_every_rank_hop_chunk_and_direction_has_a_key_of_its_own():
+    codec = dataclasses.replace(CODECS["int8h"], rounding="stochastic")
+
+    def keys(key):
+        of = lambda direction, hop, chunk: Message("tp", codec, label=Label("", direction)).key(key, hop, chunk)
+        every = itertools.product(("forward", "backward"), (0, 1), (0, 1, 2))
+        return jnp.stack([jax.random.key_data(of(*which)) for which in every])
+
+    found = np.asarray(per_rank(keys, 4)(jnp.stack([jax.random.key(0)] * 4)))
+    assert len(np.unique(found.reshape(-1, found.shape[-1]), axis=0)) == 4 * 12
+
+
+def test_stochastic_rounding_differs_on_every_rank():
     """Equal noise on all ranks would not average out: a sum's error would grow with P instead of its square root."""
     codec = Codec("int4", 128, "none", "bfloat16", "stochastic")
     x_P = np.tile(np.random.default_rng(0).normal(size=4096).astype(np.float32), (8, 1))

@@ -37,7 +37,8 @@ def test_loss_and_gradients_are_nearer_to_the_exact_ones():
     options = {"tp": 4, "batch": 2, "length": 32}
     loss, grads, _ = Run(DEEP, **options).gradients()
     with_it, without = (Fed(DEEP, feedback=feedback, **options).gradients() for feedback in (True, False))
-    assert distance(with_it[1], grads) < 0.6 * distance(without[1], grads)
+    # 0.086 of it here; 0.16 if the error were not carried from layer to layer.
+    assert distance(with_it[1], grads) < 0.12 * distance(without[1], grads)
     assert abs(with_it[0] - loss) < 0.05 * loss
 
 

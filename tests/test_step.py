@@ -203,6 +203,35 @@ def test_sites_calibrate_in_their_own_directions():
     assert all((np.asarray(s.exponents) != UNCALIBRATED).all() for s in sequence_parallel.scales.values())
 
 
+def test_the_norm_of_the_gradients_is_that_of_adams_mean():
+    """Which is (1 - beta1) times the gradients after the first step, where nothing is clipped."""
+    optimizer = dataclasses.replace(CONFIG.optimizer, clip_norm=None)
+    p = program(on(dp=2, tp=2, optimizer=optimizer))
+    state, metrics = p.step(p.init(jax.random.key(0)), {"tokens": jax.device_put(batch(p.config), p.batch_sharding)})
+    mean = next(
+        part.mu for part in jax.tree.leaves(state.opt_state, is_leaf=lambda n: hasattr(n, "mu")) if hasattr(part, "mu")
+    )
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves(mean))) / (1 - optimizer.beta1)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+
+
+def test_site_scales_are_used_after_the_steps_that_set_them():
+    p = program(dataclasses.replace(TACO, mesh=MeshConfig(tp=2)))
+    state, tokens = p.init(jax.random.key(0)), jax.device_put(batch(p.config), p.batch_sharding)
+    last = p.config.compression.calibration_steps - 1
+
+    def loss(step, exponent):
+        scales = {site: s._replace(exponents=np.full(s.exponents.shape, exponent, np.int32))
+                  for site, s in state.scales.items()}  # fmt: skip
+        return float(p.eval_step(dataclasses.replace(state, step=np.int32(step), scales=scales), {"tokens": tokens})[0])
+
+    before = loss(last, -8)
+    assert loss(last, 40) == before
+    assert loss(last + 1, -8) == pytest.approx(before, rel=1e-2)
+    # Scales that are far too large leave little of the messages.
+    assert abs(loss(last + 1, 40) / before - 1) > 1e-4
+
+
 @pytest.mark.slow
 def test_statistics_of_the_sites():
     config = dataclasses.replace(TACO, compression=CompressionConfig("taco", "int8h"))

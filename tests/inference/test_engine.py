@@ -100,6 +100,8 @@ def test_ends_at_eos_and_fills_the_longest_sequence(greedy, engine):
     engine.submit([ending.job, long.job])
     assert ending.wait() == (greedy[2][: greedy[2].index(end) + 1], "eos")
     assert long.wait() == (greedy[9], "length")
+    # The step that was under way when a job ended has a token of its row too, which is nobody's.
+    assert ending.events.empty() and long.events.empty()
 
 
 def test_compressed_prompts_and_exact_steps(generator):

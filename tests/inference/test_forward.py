@@ -97,7 +97,8 @@ def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact
     for feedback in (False, True):
         logits, _ = of("mxfp4", min_bytes=0, error_feedback=feedback)[0](params, tokens[:, :10], LENGTHS)
         error[feedback] = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
-    assert error[True] < 0.5 * error[False]
+    # 0.026 of it here; 0.13 if the error went from the attention to the mlp alone, and not from layer to layer.
+    assert error[True] < 0.06 * error[False]
     decode = of("mxfp4", error_feedback=True)[1]
     with sites.record() as table:
         decode.lower(params, tokens[:, 10], LENGTHS, cache)

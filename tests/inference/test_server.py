@@ -123,6 +123,18 @@ def test_a_chat_is_the_completion_of_its_template(client, generator):
     assert short["usage"]["completion_tokens"] == 3 and want.startswith(short["choices"][0]["message"]["content"])
 
 
+def test_a_chats_template_puts_its_special_tokens_itself(client, generator, monkeypatch):
+    from tokenizers.processors import TemplateProcessing
+
+    library = generator.checkpoint.tokenizer._tokenizer
+    begin = TemplateProcessing("<256> $A", special_tokens=[("<256>", 256)])
+    monkeypatch.setattr(library, "post_processor", begin)
+    completion = _complete(client, prompt="Hi!", max_tokens=1).json()
+    assert completion["usage"]["prompt_tokens"] == len("Hi!") + 1
+    chat = _complete(client, "chat/completions", messages=MESSAGES, max_completion_tokens=1).json()
+    assert chat["usage"]["prompt_tokens"] == len("<s><system>\nBe brief.\n<user>\nHi!\n<assistant>\n")
+
+
 def test_a_stop_string_over_several_tokens(client, service, expected):
     text = max(expected, key=len)
     at = len(text) // 2

@@ -223,7 +223,8 @@ def test_chunks(cut, operation):
     name = "mxfp6" if cut == "not at a row" else "int6h"
     geometry = Geometry(*CHUNKS[cut])
     x = values(geometry.elements, "mixed", CODECS[name].block, "bfloat16")
-    compare(CODECS[name], geometry, "bfloat16", operation, x, rank=geometry.messages - 1)
+    # Of four messages the second is the owner's: there are wires before it and after it.
+    compare(CODECS[name], geometry, "bfloat16", operation, x, rank=1)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

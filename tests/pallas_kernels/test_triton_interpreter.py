@@ -4,7 +4,7 @@ Where values of a test are such that sums of a rotation are exact, in whatever o
 a sum of several wires, or of float32 scales, is not exact: there the last bits may differ.
 
 Triton decides when it is imported whether it interprets. So one process of its own, this file run as a program, runs
-all cases, and the tests read what it found.
+all cases that were selected, and the tests read what it found.
 """
 
 import dataclasses
@@ -51,6 +51,7 @@ VARIANTS = [v for v in VARIANTS if v[3] != "site" or v[0] not in ("e2m3", "e2m1"
 
 # Every other case is enough for every change.
 SLOW = {*CASES[1::2], *VARIANTS[1::2]}
+OTHERS = ("a chunk of every message", "many ranks", "the largest floats", "varying in shard_map", "2^31 elements")
 
 
 def _identity(case) -> str:
@@ -62,20 +63,29 @@ def _marked(cases) -> list:
 
 
 @pytest.fixture(scope="module")
-def found():
-    """A function of a case: the list of what differs. Of all slow cases, or all others, when it is asked for one."""
+def found(request):
+    """A function of a case: the list of what differs. The first one that is asked for brings all that are slow like it,
+    or all that are not, of those that this run of pytest has."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'triton>=3.6'")
     here = pathlib.Path(__file__).parent
     path = os.pathsep.join(map(str, (here.parent, here.parent.parent)))
 
+    selected = [item.callspec.id for item in request.session.items if item.path == request.path]
+    slow = set(map(_identity, SLOW))
+
     @functools.cache
-    def run(which: str) -> dict:
+    def run(are_slow: bool) -> dict:
+        cases = [name for name in selected if (name in slow) == are_slow]
         environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-        process = run_python([__file__, which], devices=1, env=environment, timeout=550)
+        process = run_python([__file__, json.dumps(cases)], devices=1, env=environment, timeout=550)
         return json.loads(process.stdout.splitlines()[-1])
 
-    return lambda case: run("slow" if case in SLOW else "quick")[case if isinstance(case, str) else _identity(case)]
+    def found_of(case):
+        name = case if isinstance(case, str) else _identity(case)
+        return run(name in slow)[name]
+
+    return found_of
 
 
 @pytest.mark.parametrize("case", _marked(CASES), ids=_identity)
@@ -88,9 +98,7 @@ def test_other_codecs_equal_the_jnp_codec(found, case):
     assert found(case) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["a chunk of every message", "many ranks", "the largest floats", "varying in shard_map", "2^31 elements"]
-)
+@pytest.mark.parametrize("name", OTHERS)
 def test_also(found, name):
     assert found(name) == []
 
@@ -169,32 +177,30 @@ def interpret(call):
     return [jnp.asarray(y) for y in outputs]
 
 
-def main(which: str):
+def main(cases: str):
+    """cases: their names, as JSON."""
+    names = set(json.loads(cases))
     repair_interpreter()
     launch.set_launcher(interpret)
     # Fewer programs than tiles.
     operations.multiprocessors = lambda: 1
     found = {}
-    for case in chosen(CASES, which):
+    for case in (case for case in CASES if _identity(case) in names):
         name, dtype, n, messages, data = case
         # The last message is shorter, and where messages are short the one before it is as well.
         size = messages * n - (messages > 1) * min(n // 2 + 1, 200)
         geometry = Geometry(size, messages, n)
         found[_identity(case)] = Check(CODECS_WITH_KERNELS[name], geometry, values(data, size, dtype)).run()
-    for case in chosen(VARIANTS, which):
+    for case in (case for case in VARIANTS if _identity(case) in names):
         element, block, rotation, scale, rounding, exponent, capability = case
         operations.capability = lambda found=capability: found
         x = values("nan" if block == 64 else "grid", 2 * 3 * block, "float32")
         codec = Codec(element, block, rotation, scale, rounding)
         key = jax.random.key(1) if rounding == "stochastic" else None
         found[_identity(case)] = Check(codec, Geometry(x.size, 2, 3 * block), x, exponent, key).run()
-    if which == "quick":
+    if names.intersection(OTHERS):
         found |= others()
     print(json.dumps(found))
-
-
-def chosen(cases, which: str) -> list:
-    return [case for case in cases if (case in SLOW) == (which == "slow")]
 
 
 def others() -> dict[str, list[str]]:

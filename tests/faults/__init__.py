@@ -1,0 +1,16 @@
+"""The seeded faults that `tests/mutants.py` applies: one table for each part of the project."""
+
+from faults import codec, collectives, inference, kernels, models, training
+from faults.mutant import Mutant
+
+KINDS = {
+    "codec": codec.MUTANTS,
+    "collectives": collectives.MUTANTS,
+    "models": models.MUTANTS,
+    "training": training.MUTANTS,
+    "inference": inference.MUTANTS,
+    "kernels": kernels.MUTANTS,
+}
+MUTANTS = tuple(mutant for mutants in KINDS.values() for mutant in mutants)
+
+__all__ = ["KINDS", "MUTANTS", "Mutant"]
