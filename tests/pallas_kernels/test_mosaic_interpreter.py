@@ -29,9 +29,10 @@ from mosaic_checks import (
     shares,
     values,
 )
-from mosaic_programs import DTYPES, OPERATIONS, PRESETS
+from mosaic_programs import DTYPES, OPERATIONS, PRESETS, ROTATED, with_signs
 
 from pallas_kernels import Geometry, compat, formats, mosaic
+from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, UNCALIBRATED, Codec, backend
 from taco_jax.elements import ELEMENTS
 
@@ -68,28 +69,34 @@ CHUNKS = {
 # A tile of 64 rows and a part of one for each of two ranks, a message that is padded, one with a tail that is no row,
 # several tiles with a tail of three elements, and a chunk of every message.
 GEOMETRIES = ("tile and a part", (129, 2), (8193, 4), (2**14 + 3, 2), "ends in the tail", "beyond x", "short")
-FEW = FIELDS | dict(geometry=GEOMETRIES)
+FEW = FIELDS | dict(geometry=GEOMETRIES) | ROTATED
 # All elements that a preset has.
 FEW["element"] = tuple(name for name in formats.ELEMENTS if name != "e3m2")
 # Kernels that encode. `reduce_encode` reads wires as well.
-WRITES = cover_groups(
-    [
-        *itertools.product(("operation",), ("element", "geometry", "scale", "dtype", "block")),
-        *itertools.product(("rotation",), ("block", "dtype")),
-        *itertools.product(("rounding",), ("element", "scale", "operation")),
-    ],
-    **(FEW | dict(operation=("encode", "reduce_encode"))),
+WRITES = with_signs(
+    cover_groups(
+        [
+            *itertools.product(("operation",), ("scale", "dtype", "block", "rounding")),
+            *itertools.product(("rotation",), ("block", "dtype", "rounding")),
+            ("operation", "rotation", "signs"),
+            ("rounding", "scale"),
+            ("element",),
+            ("geometry",),
+        ],
+        **(FEW | dict(operation=("encode", "reduce_encode"))),
+    )
 )
 # Kernels that only decode.
-READS = cover_groups(
-    [
-        ("element",),
-        ("geometry",),
-        ("scale",),
-        *itertools.product(("operation",), ("dtype", "rotation")),
-        *itertools.product(("rotation",), ("block", "dtype")),
-    ],
-    **(FEW | dict(operation=("reduce_decode", "sum_decode", "decode"), rounding=("nearest",))),
+READS = with_signs(
+    cover_groups(
+        [
+            *itertools.product(("operation",), ("dtype", "rotation")),
+            *itertools.product(("rotation",), ("block", "dtype", "signs", "scale")),
+            ("element",),
+            ("geometry",),
+        ],
+        **(FEW | dict(operation=("reduce_decode", "sum_decode", "decode"), rounding=("nearest",))),
+    )
 )
 
 
@@ -251,17 +258,22 @@ def test_chunks(cut, operation):
     compare(CODECS[name], geometry, "bfloat16", operation, x, rank=geometry.messages - 1)
 
 
-# The kernel of a sum that decodes is that of one that encodes but for what it writes, as one that only decodes does.
+@pytest.fixture
+def two_ctas(monkeypatch):
+    """A few tiles give each of two CTAs two warpgroups, which share the rotation's matrices, and several tiles each."""
+    monkeypatch.setattr(pipeline, "MAX_CTAS", 2)
+
+
+# The first reads as other sums do and writes as the encoder does, and the second writes as other sums do.
 @pytest.mark.parametrize(
     "operation",
     [
-        "encode",
         "reduce_encode",
         "decode",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("reduce_decode", "sum_decode")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("encode", "reduce_decode", "sum_decode")),
     ],
 )
-def test_races(operation):
+def test_races(operation, two_ctas):
     codec, geometry = CODECS["int8h"], Geometry(2 * 3 * 8192, 2, 3 * 8192)
     x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
     compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
@@ -276,8 +288,8 @@ def test_races_of_warpgroups(operation):
     compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
 
 
-def test_warpgroups_that_share_memory():
-    codec, geometry = CODECS["int6h"], Geometry(140 * 8192, 1, 140 * 8192)
+def test_warpgroups_that_share_memory(two_ctas):
+    codec, geometry = CODECS["int6h"], Geometry(7 * 8192, 1, 7 * 8192)
     x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
     compare(codec, geometry, "bfloat16", "encode", x)
 
