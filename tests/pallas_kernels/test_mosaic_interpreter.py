@@ -91,9 +91,10 @@ READS = with_signs(
     cover_groups(
         [
             *itertools.product(("operation",), ("dtype", "rotation")),
-            *itertools.product(("rotation",), ("block", "dtype", "signs", "scale")),
+            *itertools.product(("rotation",), ("block", "dtype", "signs")),
             ("element",),
             ("geometry",),
+            ("scale",),
         ],
         **(FEW | dict(operation=("reduce_decode", "sum_decode", "decode"), rounding=("nearest",))),
     )
