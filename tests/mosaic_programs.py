@@ -24,6 +24,18 @@ FIELDS = dict(
 )
 
 
+# For covers: rotations as two factors, whether there is one and whether it has signs, since code goes by the first.
+ROTATED = dict(rotation=("hadamard", "none"), signs=(False, True))
+
+
+def with_signs(cases) -> list[tuple]:
+    """Cases of (element, block, rotation, ..., signs) as (element, block, one of the three rotations, ...)."""
+    return [
+        (element, block, "signed_hadamard" if signs and rotation == "hadamard" else rotation, *rest)
+        for element, block, rotation, *rest, signs in cases
+    ]
+
+
 def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages: int):
     """(function, shapes of x, wires, rank, exponent or None, seed or None) for messages of n elements each."""
     geometry = Geometry(n * messages, messages, n)

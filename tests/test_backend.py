@@ -125,8 +125,21 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", NAMES)
+def often(choices: dict) -> list:
+    """(name, choice) of every name: those in `choices` for every change, the others every night."""
+    values = list(dict.fromkeys(value for values in choices.values() for value in values))
+    return [
+        pytest.param(name, value, marks=[] if value in choices[name] else [pytest.mark.slow])
+        for name in NAMES
+        for value in values
+    ]
+
+
+# Seeds go to whatever encodes, by the same way from all collectives; an all-reduce has another for its second encoding.
+ROUNDINGS = dict.fromkeys(NAMES, ("nearest",)) | dict.fromkeys(("psum", "all_to_all"), ("stochastic",))
+
+
+@pytest.mark.parametrize("name,rounding", often(ROUNDINGS))
 def test_kernels_in_jnps_place(name, rounding, package):
     x_P = np.random.default_rng(0).normal(size=(4, 8, 133)).astype(np.float32)
     codec = dataclasses.replace(CODECS["taco"], rounding=rounding)
@@ -140,8 +153,10 @@ def test_kernels_in_jnps_place(name, rounding, package):
     assert kernels.asked == []
 
 
-@pytest.mark.parametrize("into", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+INTO = dict.fromkeys(NAMES, (True,)) | dict.fromkeys(("one_shot", "psum_scatter", "all_to_all"), (False,))
+
+
+@pytest.mark.parametrize("name,into", often(INTO))
 def test_kernels_get_chunks_of_the_whole_x(name, into, package):
     x_P = np.random.default_rng(0).normal(size=(4, 8, 533)).astype(np.float32)
     expected = run(name, x_P, codec="mxfp8")

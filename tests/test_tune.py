@@ -15,7 +15,7 @@ SMALL = ("--codecs", "taco", "mxfp4", "--smallest", "4096", "--largest", "20000"
 
 def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
     file = tmp_path / "new" / "tuned.json"
-    assert cli.run(tune.main, [*SMALL, "--output", str(file)]) == 0
+    assert cli.run(tune.main, [*SMALL, "--exchanges", "ring", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     for text in (
         "cpu, 4 ranks, nvlink or pcie p2p; psum of bfloat16",
@@ -198,9 +198,12 @@ def test_devices_that_are_not_there_are_one_line(program, run_python):
 
 
 def test_the_command(run_python, tmp_path):
-    run = run_python(["-m", "taco_jax.tune", *SMALL, "--devices", "cpu:4", "--output", "t.json"], devices=None)
+    # One size of one codec, with both exchanges.
+    few = ("--codecs", "taco", "--smallest", "4096", "--largest", "4096", "--repeats", "1", "--devices", "cpu:4")
+    run = run_python(["-m", "taco_jax.tune", *few, "--output", "t.json"], devices=None)
     assert "taco pays" in run.stdout and "TACO_JAX_TUNED" in run.stdout and run.stderr == ""
-    assert tuned.read(tmp_path / "t.json")
+    ((_, found),) = tuned.read(tmp_path / "t.json").items()
+    assert found["taco"].best[0][2] in ("all_to_all", "ring")
     assert "Codecs to measure" in run_python(["-m", "taco_jax.tune", "--help"], devices=None).stdout
 
 

@@ -1,18 +1,21 @@
 """Mosaic kernels, emulated on the CPU, against the jnp codec: the bytes they write and the values they read.
 
-The interpreter emulates a GPU's memories, copies and barriers. It takes about a second for a kernel of any size, so a
-pairwise cover of few values runs by default; a cover of all values and the full product are `slow`.
+The interpreter emulates a GPU's memories, copies and barriers. It takes two seconds to compile a kernel of any size, so
+by default few kernels run, in which what meets in a kernel's code meets (`WRITES`, `READS`); three-wise covers of all
+values are `slow`. `test_mosaic_gpu.py` compares more on a GPU.
 
 Every array holds several kinds of blocks: ordinary ones, zeros, an Inf, a NaN, huge and tiny values.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import cover, cover_groups
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_checks import (
     EXPONENTS,
@@ -26,10 +29,10 @@ from mosaic_checks import (
     shares,
     values,
 )
-from mosaic_programs import DTYPES, OPERATIONS, PRESETS
-from pairs import pairwise
+from mosaic_programs import DTYPES, OPERATIONS, PRESETS, ROTATED, with_signs
 
 from pallas_kernels import Geometry, compat, formats, mosaic
+from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, UNCALIBRATED, Codec, backend
 from taco_jax.elements import ELEMENTS
 
@@ -52,15 +55,49 @@ FIELDS = dict(
     dtype=DTYPES,
     operation=OPERATIONS,
 )
-# All elements that a preset has.
-FEW_FIELDS = FIELDS | dict(element=tuple(name for name in formats.ELEMENTS if name != "e3m2"))
 SHAPES = dict(
-    size=SIZES, ranks=(2, 1, 4), operation=OPERATIONS, name=PRESETS, dtype=DTYPES, kind=("mixed", *KINDS),
-    rounding=("nearest", "stochastic"),
+    size=SIZES, ranks=(2, 1, 4), operation=OPERATIONS, name=PRESETS, dtype=DTYPES, rounding=("nearest", "stochastic"),
 )  # fmt: skip
-# A message that is padded, one with a tail that is no row, and one of several tiles with a tail of three elements.
-FEW_SHAPES = SHAPES | dict(
-    size=(129, 8193, 2**14 + 3), name=("taco", "int6h", "mxfp4"), kind=("mixed", "inf", "nan", "zero")
+# (whole x, messages, elements of each, where the first starts, from one to the next); the last two are copied first.
+CHUNKS = {
+    "aligned": (4 * 16384, 4, 8192, 8192, 16384),
+    "ends in the tail": (2 * 16384 - 5, 2, 8192, 8192, 16384),
+    "beyond x": (3 * 16384 - 9000, 4, 8192, 8192, 16384),
+    "short": (4 * 1024, 4, 256, 512, 1024),
+    "not at a row": (2 * 16384, 2, 8192, 32, 16384),
+}
+# A tile of 64 rows and a part of one for each of two ranks, a message that is padded, one with a tail that is no row,
+# several tiles with a tail of three elements, and a chunk of every message.
+GEOMETRIES = ("tile and a part", (129, 2), (8193, 4), (2**14 + 3, 2), "ends in the tail", "beyond x", "short")
+FEW = FIELDS | dict(geometry=GEOMETRIES) | ROTATED
+# All elements that a preset has.
+FEW["element"] = tuple(name for name in formats.ELEMENTS if name != "e3m2")
+# Kernels that encode. `reduce_encode` reads wires as well.
+WRITES = with_signs(
+    cover_groups(
+        [
+            *itertools.product(("operation",), ("scale", "dtype", "block", "rounding")),
+            *itertools.product(("rotation",), ("block", "dtype", "rounding")),
+            ("operation", "rotation", "signs"),
+            ("rounding", "scale"),
+            ("element",),
+            ("geometry",),
+        ],
+        **(FEW | dict(operation=("encode", "reduce_encode"))),
+    )
+)
+# Kernels that only decode.
+READS = with_signs(
+    cover_groups(
+        [
+            *itertools.product(("operation",), ("dtype", "rotation")),
+            *itertools.product(("rotation",), ("block", "dtype", "signs")),
+            ("element",),
+            ("geometry",),
+            ("scale",),
+        ],
+        **(FEW | dict(operation=("reduce_decode", "sum_decode", "decode"), rounding=("nearest",))),
+    )
 )
 
 
@@ -86,15 +123,21 @@ def compare(codec, geometry, dtype, operation, x, exponent=None, rank=0, interpr
 
 
 def kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, interpret=None):
-    fmt = backend.to_format(codec, encodes="encode" in operation)
     interpret = compat.interpret_params() if interpret is None else interpret
+    return program(codec, geometry, dtype, operation, interpret)(x, wires, exponent, codec.seed(key), rank)
+
+
+@functools.lru_cache(maxsize=1)
+def program(codec, geometry, dtype, operation, interpret):
+    """jit of an operation; values of several kinds take the same."""
+    fmt = backend.to_format(codec, encodes="encode" in operation)
 
     @jax.jit
-    def run(x, wires, exponent, rank):
-        given = arguments(geometry, dtype, operation, x, wires, exponent, codec.seed(key), rank)
+    def run(x, wires, exponent, seed, rank):
+        given = arguments(geometry, dtype, operation, x, wires, exponent, seed, rank)
         return getattr(mosaic, operation)(fmt, *given, interpret=interpret)
 
-    return run(x, wires, exponent, rank)
+    return run
 
 
 def codec_of(element, block, rotation, scale, rounding) -> Codec:
@@ -106,74 +149,77 @@ def codec_of(element, block, rotation, scale, rounding) -> Codec:
     return Codec(element, block, rotation, scale, rounding)
 
 
-def run_fields(element, block, rotation, scale, rounding, dtype, operation):
+def run_fields(element, block, rotation, scale, rounding, dtype, operation, geometry="tile and a part"):
     codec = codec_of(element, block, rotation, scale, rounding)
     if mosaic.obstacle(backend.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
         codec = dataclasses.replace(codec, block=128)
-    # A tile of 64 rows and a part of one, for each of two ranks.
-    geometry = Geometry(2 * 72 * 256, 2, 72 * 256)
+    if geometry == "tile and a part":
+        geometry = Geometry(2 * 72 * 256, 2, 72 * 256)
+    elif isinstance(geometry, str):
+        geometry = chunk(geometry, operation, codec.block)
+    else:
+        geometry = shares(codec, *geometry)
     x = values(geometry.elements, "mixed", codec.block, dtype)
     exponent = EXPONENTS.get(codec.scale) if rounding == "nearest" or codec.scale == "site" else UNCALIBRATED
-    compare(codec, geometry, dtype, operation, x, exponent, rank=1)
+    compare(codec, geometry, dtype, operation, x, exponent, rank=geometry.messages - 1)
 
 
-def run_shape(size, ranks, operation, name, dtype, kind, rounding):
+def chunk(cut, operation, block) -> Geometry:
+    """The chunk of this name; what decodes takes whole arrays, and messages consist of whole blocks."""
+    elements, messages, n, offset, distance = CHUNKS[cut]
+    if operation in ("sum_decode", "decode"):
+        return Geometry(min(elements, messages * n), messages, n)
+    assert n % block == offset % block == 0, (cut, block)
+    return Geometry(elements, messages, n, offset, distance)
+
+
+def run_shape(size, ranks, operation, name, dtype, rounding):
     codec = dataclasses.replace(CODECS[name], rounding=rounding)
     ranks = max(ranks, 2) if operation.startswith("reduce") else ranks
-    x = values(size, kind, codec.block, dtype)
-    exponent = EXPONENTS.get(codec.scale) if size % 2 else None
-    compare(codec, shares(codec, size, ranks), dtype, operation, x, exponent, rank=ranks - 1)
+    for kind in ("mixed", *KINDS):
+        x = values(size, kind, codec.block, dtype)
+        exponent = EXPONENTS.get(codec.scale) if size % 2 else None
+        compare(codec, shares(codec, size, ranks), dtype, operation, x, exponent, rank=ranks - 1)
 
 
 def named(case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", pairwise(**FEW_FIELDS), ids=named)
-def test_fields(case):
+@pytest.mark.parametrize("case", WRITES, ids=named)
+def test_kernels_that_encode(case):
     run_fields(*case)
 
 
-@pytest.mark.parametrize("case", pairwise(**FEW_SHAPES), ids=named)
-def test_shapes(case):
-    run_shape(*case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(**FIELDS), ids=named)
-def test_more_fields(case):
+@pytest.mark.parametrize("case", READS, ids=named)
+def test_kernels_that_only_decode(case):
     run_fields(*case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(**SHAPES), ids=named)
-def test_more_shapes(case):
-    run_shape(*case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", FIELDS["scale"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("element", FIELDS["element"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_field(element, scale, operation):
-    for rest in itertools.product(FIELDS["block"], FIELDS["rotation"], FIELDS["rounding"], DTYPES):
-        run_fields(element, *rest[:2], scale, *rest[2:], operation)
+def test_more_fields(element, operation):
+    for case in cover(3, **FIELDS):
+        if case[0] == element and case[-1] == operation:
+            run_fields(*case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_shape(size, name, operation):
-    for rest in itertools.product(DTYPES, SHAPES["kind"], SHAPES["rounding"]):
-        for ranks in SHAPES["ranks"]:
-            run_shape(size, ranks, operation, name, *rest)
+@pytest.mark.parametrize("name", PRESETS)
+def test_more_shapes(name, operation):
+    for case in cover(3, **SHAPES):
+        if case[2:4] == (operation, name):
+            run_shape(*case)
 
 
 # What is not a product of values
 
 
-@pytest.mark.parametrize("name", ["taco", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int5h", "mxfp6"))])
+# Bytes that equal jnp's, and reading what jnp wrote, is what every case above asserts.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["taco", "int5h", "mxfp6"])
 def test_wires_are_interchangeable(name):
     # An all-reduce of two ranks, one with kernels and one with jnp: each reads what the other wrote, and they agree.
     codec, exponent, dtype = CODECS[name], jnp.int32(-3), "bfloat16"
@@ -203,22 +249,9 @@ def test_wires_are_interchangeable(name):
     assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 0.08 * np.linalg.norm(exact)
 
 
-# (whole x, messages, elements of each, where the first starts, from one to the next); the last two are copied first.
-CHUNKS = {
-    "aligned": (4 * 16384, 4, 8192, 8192, 16384),
-    "ends in the tail": (2 * 16384 - 5, 2, 8192, 8192, 16384),
-    "beyond x": (3 * 16384 - 9000, 4, 8192, 8192, 16384),
-    "short": (4 * 1024, 4, 256, 512, 1024),
-    "not at a row": (2 * 16384, 2, 8192, 32, 16384),
-}
-
-
-CHUNK_CASES = list(itertools.product(CHUNKS, ("encode", "reduce_encode", "reduce_decode")))
-
-
-@pytest.mark.parametrize(
-    "cut,operation", [c if i % 2 else pytest.param(*c, marks=pytest.mark.slow) for i, c in enumerate(CHUNK_CASES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ("encode", "reduce_encode", "reduce_decode"))
+@pytest.mark.parametrize("cut", CHUNKS)
 def test_chunks(cut, operation):
     name = "mxfp6" if cut == "not at a row" else "int6h"
     geometry = Geometry(*CHUNKS[cut])
@@ -227,9 +260,23 @@ def test_chunks(cut, operation):
     compare(CODECS[name], geometry, "bfloat16", operation, x, rank=1)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_races(operation):
-    codec, geometry = CODECS["int6h"], Geometry(2 * 3 * 8192, 2, 3 * 8192)
+@pytest.fixture
+def two_ctas(monkeypatch):
+    """A few tiles give each of two CTAs two warpgroups, which share the rotation's matrices, and several tiles each."""
+    monkeypatch.setattr(pipeline, "MAX_CTAS", 2)
+
+
+# The first reads as other sums do and writes as the encoder does, and the second writes as other sums do.
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "reduce_encode",
+        "decode",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("encode", "reduce_decode", "sum_decode")),
+    ],
+)
+def test_races(operation, two_ctas):
+    codec, geometry = CODECS["int8h"], Geometry(2 * 3 * 8192, 2, 3 * 8192)
     x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
     compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
 
@@ -243,8 +290,8 @@ def test_races_of_warpgroups(operation):
     compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
 
 
-def test_warpgroups_that_share_memory():
-    codec, geometry = CODECS["int6h"], Geometry(140 * 8192, 1, 140 * 8192)
+def test_warpgroups_that_share_memory(two_ctas):
+    codec, geometry = CODECS["int6h"], Geometry(7 * 8192, 1, 7 * 8192)
     x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
     compare(codec, geometry, "bfloat16", "encode", x)
 
@@ -259,6 +306,12 @@ def test_the_interpreter_can_be_reset():
     compare(codec, geometry, "bfloat16", "encode", x)
 
 
-@pytest.mark.parametrize("name,dtype,cut", [("taco", "bfloat16", "ends in the tail"), ("mxfp4", "float16", "aligned")])
+@pytest.mark.parametrize(
+    "name,dtype,cut",
+    [
+        ("taco", "bfloat16", "ends in the tail"),
+        pytest.param("mxfp4", "float16", "aligned", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sum_may_be_wider_than_its_terms(name, dtype, cut):
     check_wide_sum(CODECS[name], Geometry(*CHUNKS[cut]), dtype, interpret=compat.interpret_params())

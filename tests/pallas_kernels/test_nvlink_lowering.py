@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from covers import cover, cover_groups
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import pairwise
 
 from pallas_kernels import compat, nvlink
 from pallas_kernels.formats import Geometry
@@ -51,7 +51,15 @@ def lowered(f, axes, dims, shape, dtype):
 CASES = dict(kind=KINDS, name=NAMES, dtype=("bfloat16", "float16", "float32"), mesh=tuple(MESHES), tiles=(1, 300))
 
 
-@pytest.mark.parametrize("case", pairwise(**CASES), ids=lambda case: "-".join(map(str, case)))
+FEW = cover_groups([("kind", "dtype"), ("kind", "tiles"), ("name",), ("mesh",)], **CASES)
+MORE = [case for case in cover(2, **CASES) if case not in FEW]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_one_kernel(case):
     kind, name, dtype, mesh, tiles = case
     axes, dims = tuple(mesh.split()), MESHES[mesh]
