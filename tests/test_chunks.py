@@ -89,8 +89,8 @@ def in_one_piece(name, ranks, dtype):
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 # 4 chunks of a share of one_shot's 29 blocks have 8, 8, 8 and 5, and so have others.
 CHANGED = [
-    ("two_shot", np.float32, 2), ("one_shot", np.float32, 4), ("psum_scatter", jnp.bfloat16, 4),
-    ("all_gather", np.float32, 2), ("all_to_all", jnp.bfloat16, 2), ("ppermute", jnp.bfloat16, 4),
+    ("two_shot", np.float32, 2), ("one_shot", jnp.bfloat16, 4), ("psum_scatter", np.float32, 4),
+    ("all_gather", jnp.bfloat16, 2), ("all_to_all", np.float32, 2), ("ppermute", jnp.bfloat16, 4),
 ]  # fmt: skip
 OTHERS = [
     case for case in itertools.product(OPERATIONS, (np.float32, jnp.bfloat16), (2, 4)) if case not in CHANGED
@@ -108,7 +108,7 @@ def test_chunks_change_no_bit(name, dtype, chunks):
     assert row.bytes <= chunked.bytes <= row.bytes + chunks * len(number) * 1024 * 4
 
 
-RINGS = [("two_shot", 4, 2), ("two_shot", 3, 1), ("psum_scatter", 4, 1), ("all_to_all", 8, 1)]
+RINGS = [("two_shot", 4, 2), ("two_shot", 3, 1), ("psum_scatter", 4, 1), ("all_to_all", 4, 1)]
 OTHER_RINGS = [
     case
     for case in itertools.product(("two_shot", "psum_scatter", "all_to_all"), (2, 3, 4, 8), (1, 2))
@@ -134,7 +134,7 @@ def test_a_ring_changes_no_bit_and_no_byte(name, ranks, chunks):
     "name,options",
     [
         ("two_shot", {"chunks": 2, "exchange": "ring"}),
-        ("psum_scatter", {"chunks": 3}),
+        SLOW("psum_scatter", {"chunks": 3}),
         *(SLOW("two_shot", o) for o in ({"chunks": 3}, {"exchange": "ring"})),
         *(SLOW("psum_scatter", o) for o in ({"exchange": "ring"}, {"chunks": 2, "exchange": "ring"})),
     ],

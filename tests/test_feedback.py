@@ -26,7 +26,7 @@ CASES = [
     (4, "int8_token", {"algorithm": "one_shot"}),
     (4, "tah4", {}),
     (4, "int4h", {"exchange": "ring", "chunks": 2}),
-    (4, "mxfp4", {"algorithm": "one_shot", "chunks": 3}),
+    pytest.param(4, "mxfp4", {"algorithm": "one_shot", "chunks": 3}, marks=SLOW),
     pytest.param(4, "taco", {}, marks=SLOW),
     pytest.param(4, "int4h", {"algorithm": "two_shot", "chunks": 2}, marks=SLOW),
     pytest.param(8, "int6h", {"exchange": "ring"}, marks=SLOW),

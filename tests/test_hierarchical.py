@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +191,12 @@ def test_one_bad_value_is_nan_on_all(operation, bad):
 
 
 CHUNKS, RING = {"chunks": 3}, {"exchange": "ring", "chunks": 2}
-CASES = [("psum", 2, RING), ("psum", 4, CHUNKS), ("psum_scatter", 2, RING), ("all_gather", 4, CHUNKS)]
-REST = [("psum", 2, CHUNKS), ("psum", 4, RING), ("psum_scatter", 2, CHUNKS), ("all_gather", 4, RING)]
+CASES = [("psum", 2, RING), ("all_gather", 4, CHUNKS)]
+REST = [
+    case
+    for case in itertools.product(("psum", "psum_scatter", "all_gather"), (2, 4), (CHUNKS, RING))
+    if case not in CASES
+]
 
 
 @pytest.mark.parametrize("operation,local,options", [*CASES, *(SLOW(*case) for case in REST)])
