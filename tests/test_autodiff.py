@@ -79,7 +79,11 @@ def test_gradient_of_copy(ranks, algorithm):
     assert counts(f.lower(x, w_P).compile()) == expected[algorithm]
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+# Forms of a collective differ in the last step, which is jax's own.
+FORMS = ("psum_scatter_untiled", "all_gather_untiled", "all_gather_tiled_invarying")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in FORMS else n for n in COLLECTIVES])
 def test_second_derivatives(name):
     """Codes have no derivative of their own: differentiated as they are, parts of the gradient's gradient vanish."""
     f, x_P = COLLECTIVES[name][0], x_of(2)

@@ -102,16 +102,25 @@ def test_stack_full_product(twin, where, types, sequence_dim, compression):
     run_gradients(twin, where, types, 4, sequence_dim, compression, stack=True)
 
 
-@pytest.mark.parametrize("twin", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
-def test_bfloat16(twin):
+@pytest.mark.parametrize("twin", TWINS)
+def test_dtypes_of_bfloat16(twin):
     """Computed in bf16 from float32 parameters, whose gradients are float32."""
-    mesh = make_mesh(dp=2, tp=4)
-    x_BLD, y_BLD = data(dtype=jnp.bfloat16)
-    variables, _, apply = build(twin, mesh=mesh, compression="taco", dtype=jnp.bfloat16)
-    assert jax.eval_shape(apply, {"params": variables["params"]}, x_BLD).dtype == jnp.bfloat16
-    _, gradients = jax.jit(loss_outside(apply))({"params": variables["params"]}, x_BLD, y_BLD)
+    apply, variables, x_BLD, y_BLD = in_bfloat16(twin)
+    assert jax.eval_shape(apply, variables, x_BLD).dtype == jnp.bfloat16
+    _, gradients = jax.eval_shape(loss_outside(apply), variables, x_BLD, y_BLD)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradients[0]))
+
+
+@pytest.mark.parametrize("twin", [pytest.param("nnx", marks=pytest.mark.slow), "linen"])
+def test_bfloat16(twin):
+    apply, variables, x_BLD, y_BLD = in_bfloat16(twin)
+    _, gradients = jax.jit(loss_outside(apply))(variables, x_BLD, y_BLD)
     check_gradients(gradients, unsharded_gradients(twin, dtype=jnp.bfloat16), "taco")
+
+
+def in_bfloat16(twin):
+    variables, _, apply = build(twin, mesh=make_mesh(dp=2, tp=4), compression="taco", dtype=jnp.bfloat16)
+    return apply, {"params": variables["params"]}, *data(dtype=jnp.bfloat16)
 
 
 # What is sent

@@ -4,11 +4,8 @@ import dataclasses
 
 import jax
 import numpy as np
-import pytest
 
 from taco_jax import CODECS, Codec, noise
-
-pytestmark = pytest.mark.usefixtures("optimised")
 
 uniform = jax.jit(noise.uniform, static_argnums=1)
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)

@@ -7,9 +7,6 @@ import pytest
 
 from taco_jax import wire
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
-
 pack = jax.jit(wire.pack, static_argnums=1)
 
 
