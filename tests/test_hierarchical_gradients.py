@@ -36,22 +36,26 @@ def test_gradients_of_the_pairs_are_those_of_the_unsharded_model(ranks, local, c
     check_pair(LEVELS(codec, codec, ranks_per_host=local, between_hosts=between), ranks, sequence_parallel)
 
 
-@pytest.mark.parametrize(
-    "name,settings",
-    [
-        SLOW("gpt2", {"tp": 8, "ranks_per_host": 4, "remat": "full"}),
-        ("qwen2", {"tp": 4, "dp": 2, "ranks_per_host": 2, "sequence_parallel": True, "between_hosts": "int6h"}),
-        SLOW("qwen2", {"tp": 8, "ranks_per_host": 2, "chains": 2}),
-    ],
-)
-def test_gradients_of_a_model(name, settings):
-    run = Run(CONFIGS[name], codec="taco", **settings)
-    compiled, table = run.compiled()
-    _check(run)
+MODELS = [
+    ("qwen2", {"tp": 4, "dp": 2, "ranks_per_host": 2, "sequence_parallel": True, "between_hosts": "int6h"}),
+    SLOW("gpt2", {"tp": 8, "ranks_per_host": 4, "remat": "full"}),
+    SLOW("qwen2", {"tp": 8, "ranks_per_host": 2, "chains": 2}),
+]
+
+
+@pytest.mark.parametrize("name,settings", MODELS)
+def test_messages_of_a_model(name, settings):
+    compiled, table = Run(CONFIGS[name], codec="taco", **settings).compiled()
     levelled = [row for row in table.rows() if row.levels]
     assert levelled and {r.site for r in levelled} == {r.site for r in table.rows() if r.kind == "activation"}
     found = {message for message in collectives(compiled) if message[1] == "uint8"}
     assert found == {message for row in levelled for message in row.hlo}
+
+
+@pytest.mark.slow  # gradients of the pairs that models consist of are above
+@pytest.mark.parametrize("name,settings", MODELS)
+def test_gradients_of_a_model(name, settings):
+    _check(Run(CONFIGS[name], codec="taco", **settings))
 
 
 def test_slots_hold_the_largest_scale_of_every_hop():
