@@ -23,8 +23,6 @@ from shards import bits_of_every_device, per_rank
 import taco_jax
 from taco_jax import Codec, sites
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 

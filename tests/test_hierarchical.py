@@ -66,7 +66,13 @@ def rows_of(f, *args):
     return table.rows()
 
 
-@pytest.mark.parametrize("operation,codecs,shape,dtype", cover(2, **GRID))
+@pytest.mark.parametrize(
+    "operation,codecs,shape,dtype",
+    [
+        *cover(2, **{**GRID, "operation": ("psum", "psum_scatter", "all_gather")}),
+        ("all_gather_invarying", ("taco", "int4h"), (8, 2), "bfloat16"),
+    ],
+)
 def test_values_bytes_and_bits(operation, codecs, shape, dtype):
     model, _ = OPERATIONS[operation]
     (codec, between), (ranks, local) = codecs, shape

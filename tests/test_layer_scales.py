@@ -171,7 +171,7 @@ def test_nnx_training_step_with_site_scales():
     assert model.up.kernel[...].sharding.spec == P(None, "tp")
 
 
-@pytest.mark.slow  # gradients of such a model are in test_layers.py
+@pytest.mark.slow  # the README's example, below, is one too
 def test_nnx_training_step_that_ignores_site_scales():
     """Default nnx.grad and nnx.Optimizer, on a model that was built without a mesh."""
     x_BLD, y_BLD = data()
