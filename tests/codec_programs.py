@@ -12,16 +12,24 @@ PRESETS = [name for name, codec in CODECS.items() if not (codec.exact or codec.p
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def encode(codec, xs, exponent=None):
-    """One program for a whole list of tensors: compiling is what these tests would spend their time on."""
-    return jax.tree.map(lambda x: codec.encode(x, exponent=exponent), xs)
+def encode_decode(codec, xs, exponent=None, key=None):
+    """(messages, what is read of them) of a list of tensors.
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def round_trip(codec, xs, exponent=None, key=None):
-    return jax.tree.map(
-        lambda x: codec.decode(codec.encode(x, exponent=exponent, key=key), x.shape, x.dtype, exponent=exponent), xs
+    One program, whichever of both is wanted: compiling is what these tests would spend their time on. So use few
+    shapes, and call it again rather than with a longer list.
+    """
+    messages = jax.tree.map(lambda x: codec.encode(x, exponent=exponent, key=key), xs)
+    return messages, jax.tree.map(
+        lambda x, message: codec.decode(message, x.shape, x.dtype, exponent=exponent), xs, messages
     )
+
+
+def encode(codec, xs, exponent=None):
+    return encode_decode(codec, xs, exponent)[0]
+
+
+def round_trip(codec, xs, exponent=None, key=None):
+    return encode_decode(codec, xs, exponent, key)[1]
 
 
 def gaussian(n=1 << 17, seed=0):

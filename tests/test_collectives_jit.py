@@ -30,11 +30,9 @@ def test_equal_codecs_share_one_program():
     assert len(traces) == 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Each operation is compiled by itself, which takes its time. .ci/smoke.py has psums without jit.
-    ["psum_scatter", *(pytest.param(n, marks=pytest.mark.slow) for n in ("psum", "all_gather", "copy", "all_to_all"))],
-)
+# Each operation is compiled by itself, which takes its time. .ci/smoke.py has psums without jit.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["psum_scatter", "psum", "all_gather", "copy", "all_to_all"])
 def test_without_jit_the_values_are_those_with_it(name):
     def local(x):
         options = {"codec": "taco", "chunks": 2}

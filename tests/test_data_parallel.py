@@ -46,8 +46,14 @@ def put(dp, values, specs):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(dp.mesh, spec)), values, specs)
 
 
+@functools.cache
+def jitted(dp, name):
+    """jit of a method: one program however often it is called."""
+    return jax.jit(getattr(dp, name))
+
+
 def whole(dp, values):
-    return jax.jit(dp.whole)(values) if dp.sharded else values
+    return jitted(dp, "whole")(values) if dp.sharded else values
 
 
 def errors(got, want):
@@ -176,7 +182,7 @@ def test_copies_follow_their_masters(parameters, compute_dtype, dtypes):
     """However many steps: what a message loses is in the next difference."""
     d = over(4, 2, compute_dtype, zero1=True, parameters=parameters, bucket_mb=0.01)
     start = put(d, tree(), d.specs)
-    masters = jax.jit(d.own)(start)
+    masters = jitted(d, "own")(start)
     copy = jax.tree.map(lambda x: x.astype(d.copy_dtype), start) if d.has_copy else None
     with sites.record() as table:
         lowered = jax.jit(d.spread).lower(masters, copy)
@@ -186,7 +192,7 @@ def test_copies_follow_their_masters(parameters, compute_dtype, dtypes):
     assert {(row.kind, row.direction, row.axis) for row in table.rows()} == {("parameter", "forward", ("dp",))}
     move = jax.jit(lambda m, s: jax.tree.map(jnp.add, m, s))
     for step in range(12):
-        masters = move(masters, jax.jit(d.own)(put(d, tree(seed=step + 1, scale=0.01), d.specs)))
+        masters = move(masters, jitted(d, "own")(put(d, tree(seed=step + 1, scale=0.01), d.specs)))
         params, copy = compiled(masters, copy)
         used, expected = copy if d.has_copy else params, jax.tree.map(np.asarray, whole(d, masters))
         assert compare_replicas(used)

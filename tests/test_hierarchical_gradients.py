@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import make_mesh
 from hlo import collectives
+from jax.sharding import PartitionSpec as P
 from model_helpers import CONFIGS, Run, compare_replicas
 from reference_codec import snr_db
 from shards import bits_of_every_device, per_rank
@@ -21,34 +23,39 @@ from taco_jax import CODECS, UNCALIBRATED, Codec, CompressedDense, Compression, 
 from taco_jax.collectives import hosts
 from taco_jax.collectives.message import exponent_of, in_units_of
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 LEVELS = functools.partial(Compression, algorithm="hierarchical", min_bytes=0)
 
 
 @pytest.mark.parametrize(
     "ranks,local,codec,between,sequence_parallel",
-    [(8, 4, "taco", None, False), (8, 2, "int8h", "int6h", True), (4, 2, "mxfp8", None, True),
-     (8, 2, "taco", "int8h", False)],
+    [(8, 4, "taco", None, False), (8, 2, "int8h", "int6h", True), SLOW(4, 2, "mxfp8", None, True),
+     SLOW(8, 2, "taco", "int8h", False)],
 )  # fmt: skip
 def test_gradients_of_the_pairs_are_those_of_the_unsharded_model(ranks, local, codec, between, sequence_parallel):
     check_pair(LEVELS(codec, codec, ranks_per_host=local, between_hosts=between), ranks, sequence_parallel)
 
 
-@pytest.mark.parametrize(
-    "name,settings",
-    [
-        ("gpt2", {"tp": 8, "ranks_per_host": 4, "remat": "full"}),
-        ("qwen2", {"tp": 4, "dp": 2, "ranks_per_host": 2, "sequence_parallel": True, "between_hosts": "int6h"}),
-        pytest.param("qwen2", {"tp": 8, "ranks_per_host": 2, "chains": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_of_a_model(name, settings):
-    run = Run(CONFIGS[name], codec="taco", **settings)
-    compiled, table = run.compiled()
-    _check(run)
+MODELS = [
+    ("qwen2", {"tp": 4, "dp": 2, "ranks_per_host": 2, "sequence_parallel": True, "between_hosts": "int6h"}),
+    SLOW("gpt2", {"tp": 8, "ranks_per_host": 4, "remat": "full"}),
+    SLOW("qwen2", {"tp": 8, "ranks_per_host": 2, "chains": 2}),
+]
+
+
+@pytest.mark.parametrize("name,settings", MODELS)
+def test_messages_of_a_model(name, settings):
+    compiled, table = Run(CONFIGS[name], codec="taco", **settings).compiled()
     levelled = [row for row in table.rows() if row.levels]
     assert levelled and {r.site for r in levelled} == {r.site for r in table.rows() if r.kind == "activation"}
     found = {message for message in collectives(compiled) if message[1] == "uint8"}
     assert found == {message for row in levelled for message in row.hlo}
+
+
+@pytest.mark.slow  # gradients of the pairs that models consist of are above
+@pytest.mark.parametrize("name,settings", MODELS)
+def test_gradients_of_a_model(name, settings):
+    _check(Run(CONFIGS[name], codec="taco", **settings))
 
 
 def test_slots_hold_the_largest_scale_of_every_hop():
@@ -77,7 +84,7 @@ def test_units_of_two_codecs():
     assert exponent_of(taco, int4, jnp.int32(UNCALIBRATED)) == UNCALIBRATED
 
 
-@pytest.mark.parametrize("local", [2, 4])
+@pytest.mark.parametrize("local", [SLOW(2), 4])
 def test_a_calibrated_exponent_fits_both_codecs(local):
     """With one scale for a whole message an exponent of the wrong unit would clip, or leave few codes."""
     x_P = np.random.default_rng(0).normal(size=(8, 4096)).astype(np.float32)
@@ -87,9 +94,10 @@ def test_a_calibrated_exponent_fits_both_codecs(local):
     slots, _ = slots_of(f, 8, x_P, np.full(2, UNCALIBRATED, np.int32))
     calibrated = np.array([np.ceil(np.log2(slots[:, 0].max())), 0], np.int32)
     quality = {}
+    sum_of = lambda x, exponents: taco_jax.psum(x[0], "tp", scales=SiteScales(exponents, None), **options)
+    program = jax.jit(jax.shard_map(sum_of, mesh=make_mesh(tp=8), in_specs=(P("tp"), P()), out_specs=P()))
     for name, exponents in (("no", np.full(2, UNCALIBRATED, np.int32)), ("yes", calibrated)):
-        scales = SiteScales(exponents, None)
-        y = per_rank(lambda x, s=scales: taco_jax.psum(x, "tp", scales=s, **options), 8, invarying_out=True)(x_P)
+        y = program(x_P, exponents)
         quality[name] = snr_db(x_P.sum(0), y)
         assert len(set(bits_of_every_device(y))) == 1
     # The power of two that the sum needs is up to 1 and, for two hosts, 2 bits above what the first hops need.

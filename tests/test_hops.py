@@ -52,30 +52,39 @@ def test_a_compressed_message_has_no_derivative_and_says_so():
         gradient("taco")(jnp.ones((2, 128)))
 
 
-@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "int8h"])
+def second(codec, chains):
+    """(a program for second derivatives of the loss, the run whose they are)."""
+    run = Run(QWEN2, tp=2, batch=4, codec=codec, chains=chains)
+
+    def step(params, *batch):
+        params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
+        loss = lambda p: decoder.loss(p, *batch, run.config, run.par, {})[0]
+        squares = lambda p: jnp.sum(jax.grad(loss)(p)["layers"]["mlp_norm"]["scale"] ** 2)
+        return jax.tree.map(lambda g: lax.psum(g, "dp"), jax.grad(squares)(params))
+
+    specs = (run.specs, P("dp"), P("dp"), P("dp"))
+    return jax.jit(jax.shard_map(step, mesh=run.mesh, in_specs=specs, out_specs=run.specs)), run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["none", "int8h"])
 def test_second_derivatives_of_chains(codec):
-    # Exact ones are right; compressed ones are an error, never zero.
-    def second(chains):
-        run = Run(QWEN2, tp=2, batch=4, codec=codec, chains=chains)
-
-        def step(params, *batch):
-            params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
-            loss = lambda p: decoder.loss(p, *batch, run.config, run.par, {})[0]
-            squares = lambda p: jnp.sum(jax.grad(loss)(p)["layers"]["mlp_norm"]["scale"] ** 2)
-            return jax.tree.map(lambda g: lax.psum(g, "dp"), jax.grad(squares)(params))
-
-        specs = (run.specs, P("dp"), P("dp"), P("dp"))
-        f = jax.jit(jax.shard_map(step, mesh=run.mesh, in_specs=specs, out_specs=run.specs))
-        return jax.tree.leaves(f(run.params(), *run.batch_arrays()))
-
+    """Exact ones are those of one chain; without chains compressed ones are finite."""
+    values = lambda f, run: jax.tree.leaves(f(run.params(), *run.batch_arrays()))
+    one = values(*second(codec, 1))
+    assert all(np.isfinite(leaf).all() for leaf in one)
     if codec == "none":
-        one, two = second(1), second(2)
+        two = values(*second(codec, 2))
         whole = np.sqrt(sum(np.linalg.norm(leaf) ** 2 for leaf in one))
         assert whole > 0 and all(np.linalg.norm(a - b) <= 1e-5 * whole for a, b in zip(one, two))
-        return
-    assert all(np.isfinite(leaf).all() for leaf in second(1))
+
+
+def test_compressed_second_derivatives_of_chains_are_an_error():
+    """Never zero; told when they are traced."""
+    f, run = second("int8h", 2)
+    params = jax.eval_shape(lambda: decoder.init_params(run.config, jax.random.key(0), run.tp))
     with pytest.raises(NotImplementedError, match="a layer of several chains no second one"):
-        second(2)
+        f.lower(params, *run.batch_arrays())
 
 
 def test_what_is_no_direction_and_no_number_of_chains():

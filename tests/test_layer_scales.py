@@ -26,6 +26,7 @@ from layer_models import (
     loss_inside,
     loss_outside,
 )  # fmt: skip
+from reference_codec import REFERENCES
 
 import taco_jax
 from taco_jax import AmaxSlot, CompressedDense, SiteScale
@@ -33,20 +34,14 @@ from taco_jax import AmaxSlot, CompressedDense, SiteScale
 SLOTS = nnx.DiffState(0, nnx.Any(nnx.Param, AmaxSlot))
 
 
-def slot_gradients(apply, variables, x_BLD, y_BLD):
-    scales = variables["scales"]
-    rest = {k: v for k, v in variables.items() if k != "scales"}
+def slot_gradients(apply, x_BLD, y_BLD):
+    """jit of the gradients by all variables but the scales."""
 
     @jax.jit
     def run(rest, scales):
         return jax.grad(lambda v: jnp.mean((apply({**v, "scales": scales}, x_BLD) - y_BLD) ** 2))(rest)
 
-    return run(rest, scales)
-
-
-def largest_scale(codec, messages):
-    z = codec.to_blocks(jnp.stack([m.reshape(-1) for m in messages]))
-    return float(jnp.abs(z).max() / 448)
+    return lambda variables: run({k: v for k, v in variables.items() if k != "scales"}, variables["scales"])
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -55,19 +50,20 @@ def test_site_scales(twin):
     mesh = make_mesh(dp=2, tp=4)
     x_BLD, y_BLD = data()
     variables, _, apply = build(twin, mesh=mesh, compression="taco")
-    gradients = slot_gradients(apply, variables, x_BLD, y_BLD)
+    gradients_of = slot_gradients(apply, x_BLD, y_BLD)
+    gradients = gradients_of(variables)
     slots = by_name(gradients["slots"])
     assert {k: v.shape for k, v in slots.items()} == {"up/amax_slot": (2, 1), "down/amax_slot": (2, 1)}
     # f has no forward message, g no backward one.
     assert slots["up/amax_slot"][0] == slots["down/amax_slot"][1] == 0
 
-    params = {k: jnp.asarray(v) for k, v in by_name(variables["params"]).items()}
-    h_BLF = nnx.gelu(x_BLD @ params["up/kernel"] + params["up/bias"])
+    params = by_name(variables["params"])
+    h_BLF = np.asarray(nnx.gelu(np.asarray(x_BLD) @ params["up/kernel"] + params["up/bias"]))
     parts = []
     for half in (h_BLF[:4], h_BLF[4:]):
-        terms = [h @ k for h, k in zip(jnp.split(half, 4, -1), jnp.split(params["down/kernel"], 4, 0), strict=True)]
+        terms = [h @ k for h, k in zip(np.split(half, 4, -1), np.split(params["down/kernel"], 4, 0), strict=True)]
         parts += [*terms, sum(terms)]
-    expected = largest_scale(taco_jax.CODECS["taco"], parts)
+    expected = max(np.abs(REFERENCES["taco"].to_blocks(part)).max() for part in parts) / 448
     assert slots["down/amax_slot"][0] == pytest.approx(expected, rel=0.05)
 
     scales = taco_jax.update_scales(variables["scales"], gradients["slots"])
@@ -80,7 +76,7 @@ def test_site_scales(twin):
 
     reference = build(twin)[2]
     _, wanted = jax.jit(loss_outside(reference))({"params": variables["params"]}, x_BLD, y_BLD)
-    calibrated = slot_gradients(apply, {**variables, "scales": scales}, x_BLD, y_BLD)
+    calibrated = gradients_of({**variables, "scales": scales})
     check_gradients(calibrated["params"], wanted[0]["params"], "taco")
     assert any(
         (a != b).any() for a, b in zip(*(jax.tree.leaves(g["params"]) for g in (gradients, calibrated)), strict=True)
@@ -95,7 +91,7 @@ def test_site_scales_inside_a_region_and_stacked(twin):
     mesh = make_mesh(dp=2, tp=4)
     x_BLD, y_BLD = data()
     variables, specs, apply = build(twin, stack=True, mesh=mesh, compression="taco")
-    outside = slot_gradients(apply, variables, x_BLD, y_BLD)["slots"]
+    outside = slot_gradients(apply, x_BLD, y_BLD)(variables)["slots"]
     _, (inside, _) = jax.jit(loss_inside(apply, mesh, specs, None))(variables, x_BLD, y_BLD)
     for slot, same in zip(jax.tree.leaves(outside), jax.tree.leaves(inside["slots"]), strict=True):
         assert slot.shape == (LAYERS, 2, 1) and (slot.sum((1, 2)) > 0).all()
@@ -175,6 +171,7 @@ def test_nnx_training_step_with_site_scales():
     assert model.up.kernel[...].sharding.spec == P(None, "tp")
 
 
+@pytest.mark.slow  # the README's example, below, is one too
 def test_nnx_training_step_that_ignores_site_scales():
     """Default nnx.grad and nnx.Optimizer, on a model that was built without a mesh."""
     x_BLD, y_BLD = data()

@@ -51,14 +51,16 @@ def test_remat_repeats_no_communication(sequence_parallel):
     """Counted in the bodies of the two loops: one all-reduce (or gather and scatter) per layer and direction."""
     arguments = stack_arguments()
     found, grads = {}, {}
-    for remat in ("none", "named", "full"):
+    # What a repeated message looks like is seen once.
+    remats = ("none", "named") if sequence_parallel else ("none", "named", "full")
+    for remat in remats:
         f = stack_program(remat, sequence_parallel)
         found[remat] = [c for c in collectives(f.lower(*arguments).compile()) if c[1] == "uint8"]
         grads[remat] = jax.tree.map(np.asarray, f(*arguments))
     assert len(found["none"]) == 4
     assert found["named"] == found["none"]
-    assert len(found["full"]) > len(found["none"])  # so the count can see a repeated message
-    for remat in ("named", "full"):
+    assert "full" not in found or len(found["full"]) > len(found["none"])  # so the count can see a repeated message
+    for remat in remats[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads[remat], grads["none"])
     assert (grads["named"][1][..., 0].sum((0, 1)) > 0).sum() >= 2  # slots arrive through the scan
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import cover
 from gradients import relative, x_of
 from helpers import make_mesh
 from hlo import counts
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from megatron_mlp import SPECS, D, L, mlp, mlp_parameters, mlp_unsharded, x_mlp
-from pairs import pairwise
 from shards import per_rank
 
 from taco_jax import Compression
@@ -34,11 +34,16 @@ def mlp_program(ranks, compression, sequence_parallel):
     return jax.jit(step)
 
 
+@functools.cache
+def unsharded_gradients():
+    """(loss, its gradients by the parameters and x)."""
+    f = jax.value_and_grad(lambda w, x: jnp.mean(mlp_unsharded(w, x) ** 2), argnums=(0, 1))
+    return jax.jit(f)(mlp_parameters(), x_mlp())
+
+
 def check_pair(codec, ranks, sequence_parallel):
     w, x = mlp_parameters(), x_mlp()
-    expected_loss, expected = jax.jit(
-        jax.value_and_grad(lambda w, x: jnp.mean(mlp_unsharded(w, x) ** 2), argnums=(0, 1))
-    )(w, x)
+    expected_loss, expected = unsharded_gradients()
     loss, grads = mlp_program(ranks, codec, sequence_parallel)(w, x)
     names = [*w, "x"]
     leaves = dict(zip(names, [*(grads[0][k] for k in w), grads[1]]))
@@ -57,7 +62,11 @@ def check_pair(codec, ranks, sequence_parallel):
 PAIRS = {"codec": (None, "taco", "int8h", "mxfp8"), "ranks": (1, 2, 4, 8), "sequence_parallel": (False, True)}
 
 
-@pytest.mark.parametrize("codec,ranks,sequence_parallel", pairwise(**PAIRS))
+# Any two meet, but for a third codec and eight ranks, which are in the full product.
+FEW = {**PAIRS, "codec": (None, "taco", "int8h"), "ranks": (1, 2, 4)}
+
+
+@pytest.mark.parametrize("codec,ranks,sequence_parallel", cover(2, **FEW))
 def test_gradients_of_the_pairs_are_those_of_the_unsharded_model(codec, ranks, sequence_parallel):
     check_pair(codec, ranks, sequence_parallel)
 
