@@ -113,7 +113,7 @@ def test_a_batch_makes_the_most_chains_that_divide_it():
 def test_one_chain_leaves_the_program_as_it_is():
     def text(n):
         run = Run(QWEN2, tp=2, codec="taco", remat="full", chains=n, batch=1)
-        return program(run.value_and_grad.lower(run.params(), *run.batch_arrays()))
+        return program(run.value_and_grad().lower(*run.arguments()))
 
     assert text(1) == text(4) and "opt-barrier" not in text(1)
 
