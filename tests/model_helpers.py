@@ -45,7 +45,7 @@ class Run:
     dtype: type = jnp.float32
     chains: int = 1
     loss_chunk: int | None = 20
-    batch: int = 2
+    batch: int = 8
     length: int = 16
     exponents: tuple[int, int] = (UNCALIBRATED, UNCALIBRATED)
     ranks_per_host: int | None = None

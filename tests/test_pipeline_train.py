@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from programs import shared_programs
 
 from taco_jax import estimate
 from taco_jax.config import (
@@ -63,6 +64,12 @@ def assert_same_curve(records, whole):
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(values(records, key), values(whole, key), rtol=1e-4)
     assert records[-1]["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
