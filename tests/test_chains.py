@@ -34,7 +34,6 @@ def _reference(name):
         pytest.param("qwen2", 4, 1, False, "dots", 4, marks=SLOW),
         pytest.param("qwen3", 2, 2, False, "full", 2, marks=SLOW),
         pytest.param("qwen3", 4, 1, True, "none", 2, marks=SLOW),
-        ("gpt2", 2, 2, True, "dots", 2),
         pytest.param("gpt2", 2, 2, True, "dots", 4, marks=SLOW),
         pytest.param("gpt2", 4, 1, False, "full", 8, marks=SLOW),
         pytest.param("llama", 2, 1, False, "none", 3, marks=SLOW),

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import programs
 import pytest
 from hlo import collectives
 from model_helpers import compare_replicas
@@ -43,6 +44,7 @@ def on(dp=1, tp=1, config=CONFIG, **changes):
 
 
 # Compiled steps that several tests take.
+SMALL = dataclasses.replace(programs.CONFIG, workdir="unused")
 CHAINS = dataclasses.replace(TACO, chains=2, remat="full", compute_dtype="bfloat16")
 PARALLEL = dataclasses.replace(TACO, sequence_parallel=True, remat="dots", accumulation=2)
 SLOW = pytest.mark.slow
@@ -112,8 +114,8 @@ def test_exact_curve_with_a_padded_vocabulary(tp):
 
 
 def test_repeats_bit_for_bit_and_moves_every_leaf():
-    before = leaves(program(TACO).init(jax.random.key(0)).params)
-    runs = [train(TACO, 3) for _ in range(2)]
+    before = leaves(program(SMALL).init(jax.random.key(0)).params)
+    runs = [train(SMALL, 3) for _ in range(2)]
     assert runs[0][0] == runs[1][0]
     for one, two in zip(leaves(runs[0][1]), leaves(runs[1][1]), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -130,7 +132,7 @@ def test_replicas_are_bit_identical():
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(TACO, id="plain"),
+        pytest.param(TACO, marks=SLOW, id="plain"),
         pytest.param(CHAINS, id="chains"),
         pytest.param(PARALLEL, id="sequence_parallel"),
         *(
@@ -186,9 +188,9 @@ def test_a_non_finite_step_changes_nothing_but_the_position():
         params = dict(state.params, final_norm=jax.tree.map(lambda a: a * np.inf, state.params["final_norm"]))
         return dataclasses.replace(state, params=params)
 
-    p = program(TACO)
+    p = program(SMALL)
     before = leaves(break_norm(p.init(jax.random.key(0))))
-    _, state, _ = train(TACO, 2, corrupt=break_norm)
+    _, state, _ = train(SMALL, 2, corrupt=break_norm)
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (2, 2, 2)
     counters = dataclasses.replace(state, step=0, skipped=0, skipped_in_a_row=0)
     same = dataclasses.replace(break_norm(p.init(jax.random.key(0))), step=0, skipped=0, skipped_in_a_row=0)
@@ -198,14 +200,14 @@ def test_a_non_finite_step_changes_nothing_but_the_position():
 
 
 def test_counter_of_steps_in_a_row_starts_again():
-    state = dataclasses.replace(program(TACO).init(jax.random.key(0)), skipped_in_a_row=np.int32(3))
-    _, state, _ = train(TACO, 1, corrupt=lambda fresh: dataclasses.replace(fresh, skipped_in_a_row=jax.device_put(
+    state = dataclasses.replace(program(SMALL).init(jax.random.key(0)), skipped_in_a_row=np.int32(3))
+    _, state, _ = train(SMALL, 1, corrupt=lambda fresh: dataclasses.replace(fresh, skipped_in_a_row=jax.device_put(
         np.int32(3), fresh.skipped_in_a_row.sharding)))  # fmt: skip
     assert int(state.skipped_in_a_row) == 0 and int(state.skipped) == 0
 
 
 def test_sites_calibrate_in_their_own_directions():
-    _, state, p = train(TACO, 3)
+    _, state, p = train(SMALL, 3)
     sequence_parallel = train(PARALLEL, 1)[1]
     used = {site: (np.asarray(s.exponents).reshape(-1, 2) != UNCALIBRATED).all(0) for site, s in state.scales.items()}
     forward_only, backward_only = [True, False], [False, True]

@@ -157,7 +157,8 @@ def test_resume_from_an_earlier_step(whole, tmp_path):
 
 
 def test_statistics(tmp_path):
-    train(make_config(tmp_path / "a", stop_after=3, metrics=MetricsConfig(every=100, snr_every=2)))
+    metrics = MetricsConfig(every=100, snr_every=2)
+    train(make_config(tmp_path / "a", mesh=MeshConfig(dp=1, tp=2), global_batch=4, stop_after=3, metrics=metrics))
     records = read_records(tmp_path / "a" / "metrics.jsonl")
     # The first step, those with statistics, and the last.
     assert [r["step"] for r in records] == [1, 2, 3] and [("sites" in r) for r in records] == [False, True, False]
