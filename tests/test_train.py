@@ -21,10 +21,8 @@ from taco_jax.config import (
     CompressionConfig,
     ConfigError,
     DataConfig,
-    DataParallelConfig,
     MeshConfig,
     MetricsConfig,
-    OptimizerConfig,
     TrainConfig,
 )
 from taco_jax.config_check import check
@@ -201,23 +199,21 @@ def test_a_checkpoint_is_under_way_before_a_validation(tmp_path, monkeypatch):
     assert order == ["save", "validate", "save", "validate"]
 
 
-def test_non_finite_steps_stop_the_run(tmp_path, capsys):
-    """A step far too long makes everything after it non-finite; nothing of that is saved."""
-    config = make_config(
-        tmp_path / "run",
-        mesh=MeshConfig(),
-        model=dataclasses.replace(CONFIG.model, n_layers=1),
-        data_parallel=DataParallelConfig(gradients="none"),
-        optimizer=OptimizerConfig(learning_rate=1e30, min_learning_rate=0, warmup_steps=0),
-        checkpoint=CheckpointConfig(every=3),
-        max_skipped_in_a_row=2,
-        steps=20,
-    )
-    with pytest.raises(TrainingError, match="step 3: loss or gradient not finite for 2 steps in a row"):
-        train(config)
-    records = read_records(tmp_path / "run" / "metrics.jsonl")
-    assert [r["skipped"] for r in records] == [0, 1, 1] and records[1]["grad_norm"] is None
-    assert saved_steps(tmp_path / "run") == []
+def test_non_finite_steps_stop_the_run(three, tmp_path, monkeypatch, capsys):
+    """Parameters that have become infinite make everything after them non-finite; nothing of that is saved."""
+    run, begin = copied(three, tmp_path), Run.begin
+
+    def broken(run):
+        begin(run)
+        norm = jax.tree.map(lambda a: a * np.inf, run.state.params["final_norm"])
+        run.state = dataclasses.replace(run.state, params=run.state.params | {"final_norm": norm})
+
+    monkeypatch.setattr(Run, "begin", broken)
+    with pytest.raises(TrainingError, match="step 5: loss or gradient not finite for 2 steps in a row"):
+        train(make_config(run, checkpoint=CheckpointConfig(every=5), max_skipped_in_a_row=2))
+    records = read_records(run / "metrics.jsonl")
+    assert [r["skipped"] for r in records] == [0, 0, 0, 1, 1] and records[3]["grad_norm"] is None
+    assert saved_steps(run) == [3]
     assert "SKIPPED" in capsys.readouterr().out
 
 
