@@ -191,6 +191,7 @@ CLIENTS, SECONDS, NEW = 64, 120, 24
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_64_clients_for_two_minutes(folder, start):
     """Each client has prompts of its own, greedy ones and sampled ones; every tenth request is given up."""
     make_mesh(tp=2)
