@@ -4,7 +4,8 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
@@ -23,6 +24,17 @@ def cpu_environment(devices: int = 8) -> dict[str, str]:
 def _foreign_xla_flags() -> list[str]:
     ours = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call_terminate_timeout_seconds")
     return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(ours)]
+
+
+def until(condition: Callable[[], object], what: str, *, seconds: float = 240, pause: float = 0.01) -> None:
+    """Returns once `condition` is true.
+
+    Fails after `seconds`, a small part of which is enough on an idle machine, and says that it was this limit.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"limit of {seconds:g} s: waited for {what}"
+        time.sleep(pause)
 
 
 def make_mesh(dp: int = 1, pp: int = 1, tp: int = 1, *, explicit: bool = False):
@@ -44,7 +56,7 @@ def run_python(
     devices: int | None = 8,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike | None = None,
-    timeout: float = 300,
+    timeout: float = 300,  # ten times what the longest takes on an idle machine
     check: int | None = 0,
 ) -> subprocess.CompletedProcess:
     """Run Python in a fresh process that imports the packages of this checkout; returns its stdout and stderr as text.
@@ -54,7 +66,7 @@ def run_python(
         devices: emulated CPU devices; None sets neither XLA_FLAGS nor JAX_PLATFORMS.
         env: variables to set; a value of None removes one.
         cwd: working directory.
-        timeout: seconds.
+        timeout: seconds. One that takes longer fails, and what it has printed is in the failure message.
         check: the exit status to insist on (the output is in the failure message); None accepts any.
     """
     arguments = ["-c", code_or_argv] if isinstance(code_or_argv, str) else [str(a) for a in code_or_argv]
@@ -67,9 +79,16 @@ def run_python(
             environment.pop(name, None)
         else:
             environment[name] = value
-    result = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=cwd, timeout=timeout, capture_output=True, text=True
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=cwd, timeout=timeout, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as error:
+        text = lambda output: (output or b"").decode(errors="replace")[-4000:]
+        raise AssertionError(
+            f"limit of {timeout:g} s: python {' '.join(arguments)[:500]} had not ended\n"
+            f"--- stdout\n{text(error.stdout)}\n--- stderr\n{text(error.stderr)}"
+        ) from None
     if check is not None and result.returncode != check:
         raise AssertionError(
             f"python {' '.join(arguments)[:500]}\nexit status {result.returncode}, expected {check}\n"

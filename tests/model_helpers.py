@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class Run:
     dtype: type = jnp.float32
     chains: int = 1
     loss_chunk: int | None = 20
-    batch: int = 2
+    batch: int = 8
     length: int = 16
     exponents: tuple[int, int] = (UNCALIBRATED, UNCALIBRATED)
     ranks_per_host: int | None = None
@@ -65,15 +66,12 @@ class Run:
         )  # fmt: skip
 
     def params(self, seed: int = 0):
-        """Parameters of global sizes on the mesh. Biases and norm scales are random too, so that all of them matter."""
-        params = decoder.init_params(self.config, jax.random.key(seed), self.tp)
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        small = lambda leaf: leaf.ndim <= 2 and leaf.size < 1024
-        nudge = lambda leaf, key: leaf + 0.1 * jax.random.normal(key, leaf.shape) if small(leaf) else leaf
-        params = jax.tree.unflatten(structure, [nudge(leaf, key) for leaf, key in zip(leaves, keys)])
+        """Parameters of global sizes on the mesh: the same for every tp, padding of the vocabulary in zeros.
+
+        Biases and norm scales are random too, so that all of them matter.
+        """
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
-        return jax.device_put(jax.tree.map(np.asarray, params), shardings)
+        return jax.device_put(_host_params(self.config, self.tp, seed), shardings)
 
     @property
     def specs(self):
@@ -90,52 +88,87 @@ class Run:
         """Site scales: the same exponents at every site, slots of zeros."""
         layers = self.config.n_layers
         make = lambda lead: SiteScales(
-            jnp.broadcast_to(jnp.array(self.exponents, jnp.int32), (*lead, 2)), jnp.zeros((*lead, 2, 1), jnp.float32)
+            np.broadcast_to(np.array(self.exponents, np.int32), (*lead, 2)), np.zeros((*lead, 2, 1), np.float32)
         )
         names = decoder.site_names(self.config, self.tp)
         return {name: make((layers,) if name.startswith("layers/") else ()) for name in names}
 
-    @functools.cached_property
     def value_and_grad(self):
-        """jitted (params, tokens, targets, weights) -> (mean loss, gradients of global sizes, amax of every site)."""
-        config, par, state = self.config, self.par, self.state()
+        """jitted (params, tokens, targets, weights, exponents of every site) -> (mean loss, gradients of global sizes,
+        amax of every site)."""
+        config, par, slots = self.config, self.par, {name: scales.slot for name, scales in self.state().items()}
 
-        def step(params, tokens, targets, weights):
+        def step(params, tokens, targets, weights, exponents):
             params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
             total = lax.psum(jnp.sum(weights), "dp")
-            exponents = {name: scales.exponents for name, scales in state.items()}
-            slots = {name: lax.pcast(scales.slot, ("dp", "pp", "tp"), to="varying") for name, scales in state.items()}
+            varying = lax.pcast(jax.tree.map(jnp.asarray, slots), ("dp", "pp", "tp"), to="varying")
 
             def loss(params, slots):
                 scales = {name: SiteScales(exponents[name], slots[name]) for name in slots}
                 nll, _ = decoder.loss(params, tokens, targets, weights, config, par, scales)
                 return nll / total
 
-            value, (grads, amax) = jax.value_and_grad(loss, argnums=(0, 1))(params, slots)
+            value, (grads, amax) = jax.value_and_grad(loss, argnums=(0, 1))(params, varying)
             grads = jax.tree.map(lambda g: lax.psum(g, "dp"), grads)
             return lax.psum(value, "dp"), grads, jax.tree.map(lambda a: lax.pmax(a, ("dp", "pp", "tp")), amax)
 
-        mapped = jax.shard_map(
-            step, mesh=self.mesh, in_specs=(self.specs, P("dp"), P("dp"), P("dp")), out_specs=(P(), self.specs, P())
-        )
-        return jax.jit(mapped)
+        in_specs = (self.specs, P("dp"), P("dp"), P("dp"), P())
+        return jax.jit(jax.shard_map(step, mesh=self.mesh, in_specs=in_specs, out_specs=(P(), self.specs, P())))
+
+    def arguments(self):
+        """Arguments of `value_and_grad`."""
+        return self.params(), *self.batch_arrays(), {name: scales.exponents for name, scales in self.state().items()}
+
+    def outputs(self):
+        """Outputs of `value_and_grad` on the devices."""
+        return self.compiled()[0](*self.arguments())
 
     def gradients(self):
         """(loss, gradients as numpy by path, vocabulary padding cut off, amax by site)."""
-        loss, grads, amax = self.value_and_grad(self.params(), *self.batch_arrays())
+        loss, grads, amax = self.outputs()
         return float(loss), by_path(unpadded(grads, self.config)), jax.tree.map(np.asarray, amax)
 
     def compiled(self):
-        """(the compiled value_and_grad, its site table)."""
-        with sites.record() as table:
-            lowered = self.value_and_grad.lower(self.params(), *self.batch_arrays())
-        return lowered.compile(), table
+        """(the compiled value_and_grad, its site table): made once for equal runs, whatever their exponents."""
+        return _compiled(dataclasses.replace(self, exponents=Run.exponents))
 
     def logits(self, params=None, tokens=None):
         tokens = self.batch_arrays()[0] if tokens is None else tokens
-        run = lambda params, tokens: decoder.logits(params, tokens, self.config, self.par, {})
-        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=(self.specs, P("dp")), out_specs=P("dp"))
-        return np.asarray(jax.jit(mapped)(self.params() if params is None else params, tokens))
+        return np.asarray(_logits(self)(self.params() if params is None else params, tokens))
+
+
+@functools.cache
+def _host_params(config: ModelConfig, tp: int, seed: int):
+    shapes = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0), tp))
+    unpadded_sizes = {"embed/table": (config.vocab_size, config.d_model),
+                      "head/kernel": (config.d_model, config.vocab_size)}  # fmt: skip
+
+    def leaf(path, shape):
+        name = "/".join(key.key for key in path)
+        size = unpadded_sizes.get(name, shape.shape)
+        normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(size, np.float32)
+        values = np.zeros(shape.shape, np.float32)
+        values[tuple(map(slice, size))] = (
+            0.1 * normal + name.endswith("scale")
+            if name.endswith(("bias", "scale"))
+            else normal * config.init_std / (np.sqrt(2 * config.n_layers) if "/out/" in name or "/down/" in name else 1)
+        )
+        return values
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+@functools.cache
+def _compiled(run: Run):
+    with sites.record() as table:
+        lowered = run.value_and_grad().lower(*run.arguments())
+    return lowered.compile(), table
+
+
+@functools.cache
+def _logits(run: Run):
+    call = lambda params, tokens: decoder.logits(params, tokens, run.config, run.par, {})
+    return jax.jit(jax.shard_map(call, mesh=run.mesh, in_specs=(run.specs, P("dp")), out_specs=P("dp")))
 
 
 def unpadded(params, config: ModelConfig):

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from checkpoints import VOCAB, edit_json, save
-from helpers import REPOSITORY, cpu_environment
+from helpers import REPOSITORY, cpu_environment, until
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'developer' %}"
@@ -19,6 +19,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 BATCH, LONGEST = 4, 64
+# Seconds for what takes some seconds on an idle machine: a server's start, an answer.
+LIMIT = 240
 
 
 def save_chat_model(folder: Path, longest: int = LONGEST):
@@ -56,7 +58,8 @@ def in_thread(service):
         yield url
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=240)
+        assert not thread.is_alive(), "limit of 240 s: waited for the server's thread to end"
 
 
 class Process:
@@ -69,20 +72,25 @@ class Process:
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        late, reading = [], threading.Timer(LIMIT, lambda: (late.append(LIMIT), self.process.kill()))
+        reading.start()
         self.line = self.process.stdout.readline()
+        reading.cancel()
         found = re.fullmatch(r"serving (\S+) at (http://\S+)/v1\n", self.line)
         if not found:
             self.process.kill()
-            raise AssertionError(f"no server: {self.line!r}\n{self.process.communicate()[1][-4000:]}")
+            limit = f" (limit of {LIMIT} s: waited for its address)" if late else ""
+            raise AssertionError(f"no server{limit}: {self.line!r}\n{self.process.communicate()[1][-4000:]}")
         self.name, self.url = found.groups()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def end(self, timeout: float = 60) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """(exit status, stderr) once it has ended by itself."""
         try:
-            return self.process.wait(timeout), self.process.stderr.read()
+            until(lambda: self.process.poll() is not None, "the server's process to end")
+            return self.process.returncode, self.process.stderr.read()
         finally:
             self.kill()
 

@@ -347,7 +347,7 @@ def test_resumed_where_the_copy_is(tmp_path):
 @pytest.mark.parametrize(
     "start, settings",
     [
-        ("dp4 tp2 zero1", dict(dp=1, tp=4)),
+        pytest.param("dp4 tp2 zero1", dict(dp=1, tp=4), marks=SLOW),
         ("dp8 zero1", dict(dp=4, tp=2, zero1=True, parameters="bfloat16")),
         pytest.param("dp2 tp2", dict(dp=1, tp=4), marks=SLOW),
         pytest.param("dp2 tp2", dict(dp=8, zero1=True, parameters="int4h"), marks=SLOW),

@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, until
+from programs import shared_programs
 from test_rendezvous import free_port
 
 from taco_jax.cli import load
@@ -33,8 +33,8 @@ config = TrainConfig(
     steps=100_000,
     compute_dtype="float32",
     workdir="run",
-    distributed_timeout=120,
-    heartbeat_timeout=20,
+    distributed_timeout=300,
+    heartbeat_timeout=600,
 )
 """
 
@@ -66,16 +66,24 @@ class Processes:
     def output(self, process):
         return self.path(process).read_text(errors="replace")
 
-    def wait_for(self, text, process=0, seconds=180):
+    def wait_for(self, text, process=0):
         """Until the process has printed a match of the pattern."""
-        end = time.monotonic() + seconds
-        while not re.search(text, self.output(process), re.M):
-            ended = self.running[process].poll()
-            assert ended is None and time.monotonic() < end, f"{ended}, no {text!r} in {self.output(process)[-3000:]}"
-            time.sleep(0.1)
 
-    def codes(self, seconds=180):
-        return [p.wait(timeout=seconds) for p in self.running.values()]
+        def printed():
+            found = re.search(text, self.output(process), re.M)
+            ended = self.running[process].poll()
+            assert found or ended is None, f"{ended}, no {text!r} in {self.output(process)[-3000:]}"
+            return found
+
+        until(printed, f"{text!r} of process {process}", pause=0.1)
+
+    def code(self, process):
+        """The process's exit code once it has ended."""
+        until(lambda: self.running[process].poll() is not None, f"process {process} to end", pause=0.05)
+        return self.running[process].returncode
+
+    def codes(self):
+        return [self.code(process) for process in self.running]
 
     def end(self):
         for process in self.running.values():
@@ -97,6 +105,12 @@ def start(tmp_path):
     yield make
     for processes in started:
         processes.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with shared_programs():
+        yield
 
 
 def losses(folder):
@@ -132,7 +146,7 @@ def test_two_processes_train_as_one_and_stop_when_one_is_asked_to(start, tmp_pat
 
 def test_a_process_that_never_comes_is_named(start):
     run = start("--distributed-timeout", "2", config={}, only=[0])
-    assert run.codes(30) == [1]
+    assert run.codes() == [1]
     *before, last = run.output(0).splitlines()
     assert last.startswith("error: process 1 of 2 did not report to 127.0.0.1:") and not before
 
@@ -146,28 +160,26 @@ def test_the_others_name_a_killed_process(start, victim, part):
     pid = run.running[victim].pid
     if part == "worker":
         pid = int(subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout)
-    killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     other = 1 - victim
-    assert run.running[other].wait(timeout=40) == 1
-    # Long before the heartbeat's timeout: the operating system says that the connection is closed.
-    assert time.monotonic() - killed < 15
+    # Not by the heartbeat's timeout, which is longer: the operating system says that the connection is closed.
+    assert run.code(other) == 1
     last = run.output(other).splitlines()[-1]
     how = "was ended by SIGKILL" if part == "worker" else "is gone: it was killed"
     assert last.startswith(f"error: process {victim} of 2 (host ") and how in last
     assert "the same command goes on from the last checkpoint" in last
-    assert run.running[victim].wait(timeout=10) == (1 if part == "worker" else -signal.SIGKILL)
+    assert run.code(victim) == (1 if part == "worker" else -signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_host_that_falls_silent_is_named(start):
     """A stopped supervisor sends nothing, and its connections stay open."""
-    run = start("--heartbeat-timeout", "4", config={})
+    run = start("--heartbeat-timeout", "8", config={})
     run.wait_for(r"^step +4/")
     run.running[1].send_signal(signal.SIGSTOP)
-    assert run.running[0].wait(timeout=60) == 1
+    assert run.code(0) == 1
     assert "process 1 of 2 (host " in (last := run.output(0).splitlines()[-1])
-    assert "has been silent for 4 s (heartbeat_timeout)" in last
+    assert "has been silent for 8 s (heartbeat_timeout)" in last
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def messages(sequence_parallel, chains):
     # 8 x 16 x 32 values, half as many in one of two chains or when they are cut over two ranks. Weights have more,
     # the sums of the loss fewer.
     run = Run(QWEN2, tp=2, batch=8, sequence_parallel=sequence_parallel, chains=chains)
-    found = collectives(run.compiled()[0])
+    found = collectives(run.value_and_grad().lower(*run.arguments()).compile())
     return sum(n for _, _, n in found if 1024 <= n <= 4096), len([1 for _, _, n in found if not 1024 <= n <= 4096])
 
 exact = [messages(False, 2), messages(True, 1)]

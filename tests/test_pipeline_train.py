@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from programs import shared_programs
 
 from taco_jax import estimate
 from taco_jax.config import (
@@ -29,6 +30,10 @@ MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8,
 WHOLE = {"mesh": MeshConfig()}
 GPIPE = {"mesh": MeshConfig(dp=2, pp=2)}
 CIRCULAR = {"mesh": MeshConfig(pp=2, tp=2), "pipeline": PipelineConfig("circular", forward="none", backward="none")}
+SHARES = CIRCULAR | {
+    "mesh": MeshConfig(dp=2, pp=2, tp=2),
+    "data_parallel": DataParallelConfig("none", zero1=True, bucket_mb=0.02),
+}
 ONE_F1B = {"mesh": MeshConfig(pp=4, tp=2), "pipeline": PipelineConfig("1f1b", forward="none", backward="none")}
 
 
@@ -65,13 +70,20 @@ def assert_same_curve(records, whole):
     assert records[-1]["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=1e-5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with shared_programs():
+        yield
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
 def test_a_run_goes_on_in_stages(tmp_path, whole, capsys):
-    assert_same_curve(run(tmp_path, WHOLE, CIRCULAR), whole)
+    """Three axes, and optimiser states of shares."""
+    assert_same_curve(run(tmp_path, WHOLE, SHARES), whole)
     out = capsys.readouterr().out
     assert "pipeline circular: 4 microbatches, bubble 11.1%; stages send none forward, none backward" in out
     assert re.search(r"^tensor- and pipeline-parallel activation traffic: .* ratio", out, re.M)
@@ -80,7 +92,13 @@ def test_a_run_goes_on_in_stages(tmp_path, whole, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    [(CIRCULAR, WHOLE), (GPIPE, CIRCULAR, WHOLE, ONE_F1B), (ONE_F1B, GPIPE), (CIRCULAR, ONE_F1B, CIRCULAR)],
+    [
+        (WHOLE, CIRCULAR),
+        (CIRCULAR, WHOLE),
+        (GPIPE, CIRCULAR, WHOLE, ONE_F1B),
+        (ONE_F1B, GPIPE),
+        (CIRCULAR, ONE_F1B, CIRCULAR),
+    ],
     ids=lambda parts: "-".join(str(part["mesh"].pp) for part in parts),
 )
 def test_a_run_goes_on_with_other_stages(tmp_path, whole, parts):

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import programs
 import pytest
 from hlo import collectives
 from model_helpers import compare_replicas
@@ -41,6 +42,12 @@ TACO = dataclasses.replace(CONFIG, compression=CompressionConfig(), mesh=MeshCon
 def on(dp=1, tp=1, config=CONFIG, **changes):
     return dataclasses.replace(config, mesh=MeshConfig(dp=dp, tp=tp), **changes)
 
+
+# Compiled steps that several tests take.
+SMALL = dataclasses.replace(programs.CONFIG, workdir="unused")
+CHAINS = dataclasses.replace(TACO, chains=2, remat="full", compute_dtype="bfloat16")
+PARALLEL = dataclasses.replace(TACO, sequence_parallel=True, remat="dots", accumulation=2)
+SLOW = pytest.mark.slow
 
 PROGRAMS = {}
 
@@ -81,14 +88,15 @@ def reference():
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(dict(tp=2), marks=pytest.mark.slow),
-        pytest.param(dict(tp=4), marks=pytest.mark.slow),
-        dict(dp=2, tp=4),
-        dict(tp=8, sequence_parallel=True),
-        dict(dp=4, tp=2, accumulation=2, remat="full"),
-        dict(dp=2, tp=2, sequence_parallel=True, accumulation=2, remat="dots"),
-        dict(dp=2, tp=2, chains=2),
-        dict(tp=4, chains=2, accumulation=2, remat="full"),
+        dict(dp=2, tp=4, accumulation=2, remat="full"),
+        dict(dp=2, tp=2, sequence_parallel=True, chains=2, remat="dots"),
+        pytest.param(dict(tp=2), marks=SLOW),
+        pytest.param(dict(tp=4), marks=SLOW),
+        pytest.param(dict(dp=2, tp=4), marks=SLOW),
+        pytest.param(dict(tp=8, sequence_parallel=True), marks=SLOW),
+        pytest.param(dict(dp=2, tp=2, sequence_parallel=True, accumulation=2, remat="dots"), marks=SLOW),
+        pytest.param(dict(dp=2, tp=2, chains=2), marks=SLOW),
+        pytest.param(dict(tp=4, chains=2, accumulation=2, remat="full"), marks=SLOW),
     ],
     ids=str,
 )
@@ -97,7 +105,7 @@ def test_exact_curve_is_the_same_on_every_mesh(changes, reference):
     assert reference[-1] < reference[0] - 1
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("tp", [2, 4])
 def test_exact_curve_with_a_padded_vocabulary(tp):
     model = dataclasses.replace(MODEL, vocab_size=50_257, d_model=32)
@@ -106,8 +114,8 @@ def test_exact_curve_with_a_padded_vocabulary(tp):
 
 
 def test_repeats_bit_for_bit_and_moves_every_leaf():
-    before = leaves(program(TACO).init(jax.random.key(0)).params)
-    runs = [train(TACO, 3) for _ in range(2)]
+    before = leaves(program(SMALL).init(jax.random.key(0)).params)
+    runs = [train(SMALL, 3) for _ in range(2)]
     assert runs[0][0] == runs[1][0]
     for one, two in zip(leaves(runs[0][1]), leaves(runs[1][1]), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -117,26 +125,32 @@ def test_repeats_bit_for_bit_and_moves_every_leaf():
 
 
 def test_replicas_are_bit_identical():
-    _, state, _ = train(dataclasses.replace(TACO, sequence_parallel=True), 3)
+    _, state, _ = train(PARALLEL, 3)
     assert compare_replicas((state.params, state.opt_state, state.scales)) > 100
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "config",
     [
-        dict(),
-        dict(remat="full", compute_dtype="bfloat16"),
-        dict(sequence_parallel=True, remat="full"),
-        dict(sequence_parallel=True, remat="dots", accumulation=2, compression=CompressionConfig("int4h", "mxfp8")),
-        dict(mesh=MeshConfig(dp=4, tp=2), remat="dots", compression=CompressionConfig("e4m3", "int6h")),
-        dict(chains=2, remat="full"),
-        pytest.param(dict(chains=2, sequence_parallel=True, accumulation=2, remat="dots"), marks=pytest.mark.slow),
+        pytest.param(TACO, marks=SLOW, id="plain"),
+        pytest.param(CHAINS, id="chains"),
+        pytest.param(PARALLEL, id="sequence_parallel"),
+        *(
+            pytest.param(dataclasses.replace(TACO, **changes), marks=SLOW, id=str(number))
+            for number, changes in enumerate([
+                dict(remat="full", compute_dtype="bfloat16"),
+                dict(sequence_parallel=True, remat="full"),
+                dict(sequence_parallel=True, remat="dots", accumulation=2,
+                     compression=CompressionConfig("int4h", "mxfp8")),
+                dict(mesh=MeshConfig(dp=4, tp=2), remat="dots", compression=CompressionConfig("e4m3", "int6h")),
+                dict(chains=2, remat="full"),
+                dict(chains=2, sequence_parallel=True, accumulation=2, remat="dots"),
+            ])
+        ),
     ],
-    ids=str,
-)
-def test_the_compiled_step_sends_what_the_table_lists(changes):
+)  # fmt: skip
+def test_the_compiled_step_sends_what_the_table_lists(config):
     """Every activation-sized collective is uint8 with exactly wire_bytes, none is repeated, none gathers over dp."""
-    config = dataclasses.replace(TACO, **changes)
     p = program(config)
     listed = [row for row in p.table.rows() if row.kind == "activation"]
     assert all(row.codec in CODECS and row.codec != "none" for row in listed)
@@ -165,7 +179,7 @@ def test_traffic_ratio_of_taco():
 
 
 def test_compressed_curve_follows_the_exact_one(reference):
-    losses = train(dataclasses.replace(TACO, compute_dtype="bfloat16"), 20)[0]
+    losses = train(CHAINS, 20)[0]
     np.testing.assert_allclose(losses, reference, rtol=0.02)
 
 
@@ -174,9 +188,9 @@ def test_a_non_finite_step_changes_nothing_but_the_position():
         params = dict(state.params, final_norm=jax.tree.map(lambda a: a * np.inf, state.params["final_norm"]))
         return dataclasses.replace(state, params=params)
 
-    p = program(TACO)
+    p = program(SMALL)
     before = leaves(break_norm(p.init(jax.random.key(0))))
-    _, state, _ = train(TACO, 2, corrupt=break_norm)
+    _, state, _ = train(SMALL, 2, corrupt=break_norm)
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (2, 2, 2)
     counters = dataclasses.replace(state, step=0, skipped=0, skipped_in_a_row=0)
     same = dataclasses.replace(break_norm(p.init(jax.random.key(0))), step=0, skipped=0, skipped_in_a_row=0)
@@ -186,15 +200,15 @@ def test_a_non_finite_step_changes_nothing_but_the_position():
 
 
 def test_counter_of_steps_in_a_row_starts_again():
-    state = dataclasses.replace(program(TACO).init(jax.random.key(0)), skipped_in_a_row=np.int32(3))
-    _, state, _ = train(TACO, 1, corrupt=lambda fresh: dataclasses.replace(fresh, skipped_in_a_row=jax.device_put(
+    state = dataclasses.replace(program(SMALL).init(jax.random.key(0)), skipped_in_a_row=np.int32(3))
+    _, state, _ = train(SMALL, 1, corrupt=lambda fresh: dataclasses.replace(fresh, skipped_in_a_row=jax.device_put(
         np.int32(3), fresh.skipped_in_a_row.sharding)))  # fmt: skip
     assert int(state.skipped_in_a_row) == 0 and int(state.skipped) == 0
 
 
 def test_sites_calibrate_in_their_own_directions():
-    _, state, p = train(TACO, 3)
-    sequence_parallel = train(dataclasses.replace(TACO, sequence_parallel=True), 1)[1]
+    _, state, p = train(SMALL, 3)
+    sequence_parallel = train(PARALLEL, 1)[1]
     used = {site: (np.asarray(s.exponents).reshape(-1, 2) != UNCALIBRATED).all(0) for site, s in state.scales.items()}
     forward_only, backward_only = [True, False], [False, True]
     expected = {"embed": forward_only, "layers/attn/out": forward_only, "layers/mlp/down": forward_only,
@@ -232,7 +246,7 @@ def test_site_scales_are_used_after_the_steps_that_set_them():
     assert abs(loss(last + 1, 40) / before - 1) > 1e-4
 
 
-@pytest.mark.slow
+@SLOW
 def test_statistics_of_the_sites():
     config = dataclasses.replace(TACO, compression=CompressionConfig("taco", "int8h"))
     _, state, p = train(config, 3)

@@ -57,14 +57,16 @@ def assert_trains_alike(config, reference, rtol, moves):
 SLOW = pytest.mark.slow
 
 
+# On every change the trainer's tests with stages compare losses and norms of such a run.
+@SLOW
 @pytest.mark.parametrize(
     "mesh, schedule",
     [
         ((2, 2, 2), "circular"),
-        pytest.param((2, 2, 2), "gpipe", marks=SLOW),
-        pytest.param((2, 2, 2), "1f1b", marks=SLOW),
-        pytest.param((4, 2, 1), "circular", marks=SLOW),
-        pytest.param((2, 4, 1), "1f1b", marks=SLOW),
+        ((2, 2, 2), "gpipe"),
+        ((2, 2, 2), "1f1b"),
+        ((4, 2, 1), "circular"),
+        ((2, 4, 1), "1f1b"),
     ],
 )
 def test_exact_steps_with_shares_of_the_optimiser(mesh, schedule):

@@ -3,12 +3,16 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
+import shutil
 import signal
 
 import jax
 import numpy as np
 import pytest
+from helpers import run_python
+from programs import CONFIG, FILE, FLAGS, shared_programs
 
 from taco_jax import cli
 from taco_jax.checkpoint import Checkpoints
@@ -17,34 +21,23 @@ from taco_jax.config import (
     CompressionConfig,
     ConfigError,
     DataConfig,
-    EvalConfig,
     MeshConfig,
     MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
     TrainConfig,
 )
 from taco_jax.config_check import check
 from taco_jax.metrics import read_records
 from taco_jax.train import Run, TrainingError, main, train
 
-MODEL = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, qkv_bias=True)
-
 
 def make_config(workdir, **changes) -> TrainConfig:
-    config = TrainConfig(
-        model=MODEL,
-        mesh=MeshConfig(dp=2, tp=2),
-        compression=CompressionConfig(min_bytes=0),
-        data=DataConfig(sequence_length=32),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
-        checkpoint=CheckpointConfig(every=4),
-        evaluation=EvalConfig(every=4, batches=2),
-        global_batch=8,
-        steps=6,
-        workdir=str(workdir),
-    )
-    return check(dataclasses.replace(config, **changes))
+    return check(dataclasses.replace(CONFIG, workdir=str(workdir), **changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with shared_programs():
+        yield
 
 
 def losses(workdir):
@@ -68,36 +61,46 @@ def saved(workdir, step):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run of six steps."""
-    workdir = tmp_path_factory.mktemp("train") / "whole"
-    return workdir, train(make_config(workdir))
+def command(tmp_path_factory):
+    """(workdir, what was printed) of a finished run of six steps, in a fresh process, so that --devices has to work."""
+    folder = tmp_path_factory.mktemp("train")
+    argv = ["-m", "taco_jax.train", "--config", FILE, *FLAGS, "--workdir", folder / "run"]
+    return folder / "run", run_python(argv, devices=None, cwd=folder)
 
 
-def test_command_line_leaves_everything(tmp_path, run_python, repository):
-    """The quickstart's own file, cut down; in a fresh process, so that --devices has to work."""
-    small = {"steps": 3, "model.n-layers": 1, "model.d-model": 32, "global-batch": 4, "data.sequence-length": 32,
-             "evaluation.batches": 2}  # fmt: skip
-    flags = [part for key, value in small.items() for part in (f"--{key}", value)]
-    flags += ["--workdir", tmp_path / "run", "--devices", "cpu:8"]
-    path = repository / "experiments" / "quickstart.py"
-    out = run_python(["-m", "taco_jax.train", "--config", path, *flags], devices=None)
+@pytest.fixture(scope="module")
+def whole(command):
+    return command[0]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Three of the six steps."""
+    workdir = tmp_path_factory.mktemp("train") / "three"
+    train(make_config(workdir, stop_after=3))
+    return workdir
+
+
+def copied(workdir, tmp_path):
+    return pathlib.Path(shutil.copytree(workdir, tmp_path / "copy"))
+
+
+def test_command_line_leaves_everything(command):
+    run, out = command
     assert re.search(
-        r"^step 1/3  loss 5\.\d+  grad .* tok/s .* ms  comm .* MB .*mfu n/a  mem .* GB  eta", out.stdout, re.M
+        r"^step 1/6  loss 5\.\d+  grad .* tok/s .* ms  comm .* MB .*mfu n/a  mem .* GB  eta", out.stdout, re.M
     )
     assert re.search(r"^validation loss \d\.\d+ nats per token, perplexity", out.stdout, re.M)
     assert re.search(r"^tensor-parallel activation traffic: .* as bf16: ratio \d", out.stdout, re.M)
-    assert re.search(r"^loss curve .*/run/loss.png; metrics .*; checkpoint .*/run/checkpoints/3$", out.stdout, re.M)
+    assert re.search(r"^loss curve .*/run/loss.png; metrics .*; checkpoint .*/run/checkpoints/6$", out.stdout, re.M)
     assert "WARNING" not in out.stderr and "Traceback" not in out.stderr
-    run = tmp_path / "run"
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints"}
     assert json.loads((run / "config.json").read_text())["devices"] == "cpu:8"
 
 
 def test_records(whole):
-    workdir, last = whole
-    records = read_records(workdir / "metrics.jsonl")
+    records = read_records(whole / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     for r in records:
         assert 3 < r["loss"] < 6 and r["grad_norm"] > 0 and r["skipped"] == 0 and r["samples"] == 8 * r["step"]
@@ -105,62 +108,55 @@ def test_records(whole):
         assert r["comm_bytes"] > 0 and r["comm_bytes_bf16"] > r["comm_bytes"] and r["mfu"] is None
         assert ("validation_loss" in r) == (r["step"] in (4, 6))
     assert records[-1]["validation_perplexity"] == pytest.approx(np.exp(records[-1]["validation_loss"]))
-    assert records[-1]["validation_loss"] == pytest.approx(last["validation_loss"])
     assert records[0]["learning_rate"] == pytest.approx(1.5e-3) and records[1]["learning_rate"] == pytest.approx(3e-3)
     assert records[-1]["learning_rate"] == pytest.approx(3e-5)
-    assert saved_steps(workdir) == [4, 6]
+    assert saved_steps(whole) == [4, 6]
 
 
-def test_ten_steps_are_five_a_resume_and_five(tmp_path):
+def test_six_steps_are_three_a_resume_and_three(whole, three, tmp_path):
     """Bit for bit: --stop-after keeps the schedule; parameters, optimiser, scales, data and seed all come back."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(make_config(whole, steps=10))
-    train(make_config(resumed, steps=10, stop_after=5))
-    assert saved_steps(resumed) == [4, 5] and len(losses(resumed)) == 5
-    train(make_config(resumed, steps=10))
+    resumed = copied(three, tmp_path)
+    assert saved_steps(resumed) == [3] and len(losses(resumed)) == 3
+    train(make_config(resumed))
     assert losses(resumed) == losses(whole)
-    a, b = saved(whole, 10), saved(resumed, 10)
+    a, b = saved(whole, 6), saved(resumed, 6)
     assert a.keys() == b.keys() and any("scales" in name for name in a) and any("mu" in name for name in a)
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def test_resumed_on_another_mesh_and_batch(whole, tmp_path):
+def test_resumed_on_another_mesh_and_batch(whole, three, tmp_path):
     """The next unseen sequences, on a mesh with another padding of the vocabulary."""
-    resumed = tmp_path / "resumed"
-    train(make_config(resumed, stop_after=3))
-    train(make_config(resumed, mesh=MeshConfig(dp=1, tp=4), stop_after=5, global_batch=4))
+    resumed = copied(three, tmp_path)
+    train(make_config(resumed, mesh=MeshConfig(dp=1, tp=2), stop_after=5, global_batch=4))
     records = read_records(resumed / "metrics.jsonl")
     assert [r["samples"] for r in records] == [8, 16, 24, 28, 32]
-    assert losses(resumed)[4] == pytest.approx(losses(whole[0])[4], abs=0.1)
+    assert losses(resumed)[4] == pytest.approx(losses(whole)[4], abs=0.1)
 
 
 def test_finished_run_is_left_alone(whole, capsys):
-    workdir, last = whole
-    before = (workdir / "metrics.jsonl").read_bytes()
-    record = train(make_config(workdir))
+    before, last = (whole / "metrics.jsonl").read_bytes(), read_records(whole / "metrics.jsonl")[-1]
+    record = train(make_config(whole))
     out = capsys.readouterr().out
     assert "resumed from step 6" in out and "already at step 6 of 6; nothing to train" in out
     assert record["validation_loss"] == last["validation_loss"]
-    assert (workdir / "metrics.jsonl").read_bytes() == before and saved_steps(workdir) == [4, 6]
+    assert (whole / "metrics.jsonl").read_bytes() == before and saved_steps(whole) == [4, 6]
 
 
-def test_resume_from_an_earlier_step(tmp_path):
-    config = make_config(tmp_path / "run")
-    train(config)
-    first = losses(tmp_path / "run")
+def test_resume_from_an_earlier_step(whole, tmp_path):
+    run = copied(whole, tmp_path)
+    config, first = make_config(run), losses(run)
     with pytest.raises(ConfigError, match="checkpoint.resume_step=5: no such checkpoint in .*; present: 4, 6"):
         train(dataclasses.replace(config, checkpoint=CheckpointConfig(every=4, resume_step=5)))
     train(dataclasses.replace(config, checkpoint=CheckpointConfig(every=4, resume_step=4)))
-    assert losses(tmp_path / "run") == first and saved_steps(tmp_path / "run") == [4, 6]
-    assert (tmp_path / "run" / "checkpoints.aside" / "6").is_dir()
-    assert (tmp_path / "run" / "metrics.jsonl.aside-1").is_file()
+    assert losses(run) == first and saved_steps(run) == [4, 6]
+    assert (tmp_path / "copy" / "checkpoints.aside" / "6").is_dir()
+    assert (tmp_path / "copy" / "metrics.jsonl.aside-1").is_file()
 
 
 def test_statistics(tmp_path):
-    compression = CompressionConfig(min_bytes=0, backward="int8h", plan={"layers/mlp/*": "e4m3h"})
     metrics = MetricsConfig(every=100, snr_every=2)
-    train(make_config(tmp_path / "a", steps=3, compression=compression, metrics=metrics))
+    train(make_config(tmp_path / "a", mesh=MeshConfig(dp=1, tp=2), global_batch=4, stop_after=3, metrics=metrics))
     records = read_records(tmp_path / "a" / "metrics.jsonl")
     # The first step, those with statistics, and the last.
     assert [r["step"] for r in records] == [1, 2, 3] and [("sites" in r) for r in records] == [False, True, False]
@@ -173,7 +169,7 @@ def test_statistics(tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys, name):
     """One that comes during a validation waits for its end and for the step after it."""
-    config = make_config(tmp_path / "run", steps=10)
+    config = make_config(tmp_path / "run")
     validate, number = Run.validate, getattr(signal, name)
 
     def interrupted(run):
@@ -186,12 +182,12 @@ def test_a_signal_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys,
         record = train(config)
     assert signal.getsignal(number) == before
     assert record["step"] == 5 and saved_steps(tmp_path / "run") == [4, 5]
-    assert f"stopped at step 5 of 10 by {name}, saved; the same command goes on" in capsys.readouterr().out
+    assert f"stopped at step 5 of 6 by {name}, saved; the same command goes on" in capsys.readouterr().out
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5] and "validation_loss" in records[3]
     if name == "SIGTERM":
         train(config)
-        assert list(losses(tmp_path / "run")) == list(range(1, 11))
+        assert list(losses(tmp_path / "run")) == list(range(1, 7))
 
 
 def test_a_checkpoint_is_under_way_before_a_validation(tmp_path, monkeypatch):
@@ -203,20 +199,21 @@ def test_a_checkpoint_is_under_way_before_a_validation(tmp_path, monkeypatch):
     assert order == ["save", "validate", "save", "validate"]
 
 
-def test_non_finite_steps_stop_the_run(tmp_path, capsys):
-    """A step far too long makes everything after it non-finite; nothing of that is saved."""
-    config = make_config(
-        tmp_path / "run",
-        optimizer=OptimizerConfig(learning_rate=1e30, min_learning_rate=0, warmup_steps=0),
-        checkpoint=CheckpointConfig(every=3),
-        max_skipped_in_a_row=2,
-        steps=20,
-    )
-    with pytest.raises(TrainingError, match="step 3: loss or gradient not finite for 2 steps in a row"):
-        train(config)
-    records = read_records(tmp_path / "run" / "metrics.jsonl")
-    assert [r["skipped"] for r in records] == [0, 1, 1] and records[1]["grad_norm"] is None
-    assert saved_steps(tmp_path / "run") == []
+def test_non_finite_steps_stop_the_run(three, tmp_path, monkeypatch, capsys):
+    """Parameters that have become infinite make everything after them non-finite; nothing of that is saved."""
+    run, begin = copied(three, tmp_path), Run.begin
+
+    def broken(run):
+        begin(run)
+        norm = jax.tree.map(lambda a: a * np.inf, run.state.params["final_norm"])
+        run.state = dataclasses.replace(run.state, params=run.state.params | {"final_norm": norm})
+
+    monkeypatch.setattr(Run, "begin", broken)
+    with pytest.raises(TrainingError, match="step 5: loss or gradient not finite for 2 steps in a row"):
+        train(make_config(run, checkpoint=CheckpointConfig(every=5), max_skipped_in_a_row=2))
+    records = read_records(run / "metrics.jsonl")
+    assert [r["skipped"] for r in records] == [0, 0, 0, 1, 1] and records[3]["grad_norm"] is None
+    assert saved_steps(run) == [3]
     assert "SKIPPED" in capsys.readouterr().out
 
 
@@ -272,19 +269,19 @@ def test_workdir_that_cannot_be_made_or_read(tmp_path):
 
 
 def test_workdir_of_another_model(whole):
-    other = dataclasses.replace(MODEL, n_layers=1)
+    other = dataclasses.replace(CONFIG.model, n_layers=1)
     with pytest.raises(ConfigError, match="holds another model \\(model.n_layers 2 -> 1\\)"):
-        train(make_config(whole[0], model=other))
+        train(make_config(whole, model=other))
 
 
 def test_other_seed_in_the_same_workdir(whole):
     with pytest.raises(ConfigError, match="seed=1: the checkpoint's data order was drawn with seed 0"):
-        train(make_config(whole[0], seed=1, steps=8))
+        train(make_config(whole, seed=1))
 
 
 def test_without_checkpoints(tmp_path):
     """Nothing to resume: the run starts again, and the earlier metrics are kept."""
-    config = make_config(tmp_path / "run", steps=2, checkpoint=CheckpointConfig(enabled=False))
+    config = make_config(tmp_path / "run", stop_after=2, checkpoint=CheckpointConfig(enabled=False))
     train(config)
     train(config)
     names = {p.name for p in (tmp_path / "run").iterdir()}
@@ -292,5 +289,5 @@ def test_without_checkpoints(tmp_path):
 
 
 def test_checkpoint_folder_is_orbax(whole):
-    with Checkpoints(whole[0] / "checkpoints", CheckpointConfig()) as checkpoints:
+    with Checkpoints(whole / "checkpoints", CheckpointConfig()) as checkpoints:
         assert checkpoints.steps() == [4, 6]

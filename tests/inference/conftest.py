@@ -36,7 +36,9 @@ def programs(generator):
 @pytest.fixture
 def gate(programs, monkeypatch):
     """While it is closed the engine stands still before its next step."""
+    from served import LIMIT
+
     gate, step = threading.Event(), programs.step
-    monkeypatch.setattr(programs, "step", lambda **kind: gate.wait(60) and step(**kind))
+    monkeypatch.setattr(programs, "step", lambda **kind: gate.wait(LIMIT) and step(**kind))
     yield gate
     gate.set()

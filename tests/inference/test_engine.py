@@ -2,11 +2,11 @@
 
 import dataclasses
 import queue
-import time
 
 import numpy as np
 import pytest
-from served import BATCH, LONGEST
+from helpers import until
+from served import BATCH, LIMIT, LONGEST
 
 import taco_jax
 
@@ -63,17 +63,13 @@ class Listener:
         """(tokens, how it ended)."""
         tokens = []
         while True:
-            event = self.events.get(timeout=60)
+            try:
+                event = self.events.get(timeout=LIMIT)
+            except queue.Empty:
+                raise AssertionError(f"limit of {LIMIT} s: waited for the next token of {self.job.prompt}") from None
             tokens += [] if event.token is None else [event.token]
             if event.end:
                 return tokens, event.end
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in 30 s"
-        time.sleep(0.005)
 
 
 def test_greedy_answers_equal_those_of_the_generator(greedy, engine):
@@ -129,7 +125,7 @@ def test_a_cancelled_job_frees_its_row_and_disturbs_nobody(greedy, engine, gate)
     running = [Listener(prompt, 12) for prompt in PROMPTS[:BATCH]]
     waiting = [Listener(prompt, 12) for prompt in PROMPTS[BATCH : BATCH + 3]]
     engine.submit([listener.job for listener in running + waiting])
-    _until(lambda: engine.counts()[:3] == (BATCH, BATCH, 3))
+    until(lambda: engine.counts()[:3] == (BATCH, BATCH, 3), "a full batch and three jobs that wait")
     for gone in (running[1], waiting[1]):
         engine.cancel(gone.job)
         engine.cancel(gone.job)

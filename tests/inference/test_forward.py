@@ -21,8 +21,18 @@ LENGTHS = np.array([5, 9, 1], np.int32)
 SLOTS, NEW = 16, 5
 
 
+FUNCTIONS = {}
+
+
 def _functions(run: Run, settings: Settings):
-    """jitted (prefill, decode) on the run's mesh."""
+    """jitted (prefill, decode) on the run's mesh; made once for equal arguments."""
+    key = run, repr(settings)
+    if key not in FUNCTIONS:
+        FUNCTIONS[key] = _make_functions(run, settings)
+    return FUNCTIONS[key]
+
+
+def _make_functions(run: Run, settings: Settings):
     config, device = run.config, run.mesh.devices.flat[0]
     layouts = [settings.layout(config, device, decoding=decoding) for decoding in (False, True)]
     mapped = lambda f, ins, **options: jax.jit(
@@ -33,8 +43,14 @@ def _functions(run: Run, settings: Settings):
     return mapped(prefill, (P(), P())), mapped(decode, (P(), P(), kv.specs()), donate_argnums=3)
 
 
+SLOW = pytest.mark.slow
+
+
 # kv heads are replicated at qwen2 tp 4 and qwen3 tp 8.
-@pytest.mark.parametrize("name, tp", [("qwen2", 4), ("gpt2", 2), ("qwen3", 8), ("llama", 1)])
+@pytest.mark.parametrize(
+    "name, tp",
+    [("qwen2", 4), ("gpt2", 2), pytest.param("qwen3", 8, marks=SLOW), pytest.param("llama", 1, marks=SLOW)],
+)
 def test_decode_equals_full_recomputation(name, tp):
     run = Run(CONFIGS[name], tp=tp, batch=3, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0]
@@ -78,7 +94,7 @@ def test_layers_may_send_differently():
     assert len(sent) == 6  # two hops of each compressed site
 
 
-@pytest.mark.parametrize("codec", ["int8h", "mxfp4,block=16,scale=ue5m3"])
+@pytest.mark.parametrize("codec", ["int8h", pytest.param("mxfp4,block=16,scale=ue5m3", marks=SLOW)])
 def test_logits_with_compressed_sums_are_near_and_not_equal(codec):
     run = Run(QWEN2, tp=4, batch=3, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0]

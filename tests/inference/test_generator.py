@@ -103,9 +103,9 @@ def _all_logits(generator, prompts, new: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name, tp",
     [
-        ("gpt2", 1),
-        ("smollm", 3),
         ("qwen3", 4),
+        pytest.param("gpt2", 1, marks=SLOW),
+        pytest.param("smollm", 3, marks=SLOW),
         pytest.param("llama", 2, marks=SLOW),
         pytest.param("qwen2", 4, marks=SLOW),
     ],

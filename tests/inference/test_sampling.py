@@ -7,6 +7,8 @@ import pytest
 from taco_jax.config import ConfigError
 from taco_jax.inference.sampling import Sampling, greedy, sample
 
+draw = jax.jit(sample)
+
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))
 DRAWS = 4000
 
@@ -14,7 +16,6 @@ DRAWS = 4000
 @pytest.fixture(scope="module")
 def frequencies():
     """Sampling's fields -> share of each id among draws at many positions."""
-    draw = jax.jit(sample)
 
     def of(**fields):
         logits = np.tile(LOGITS, (DRAWS, 1))
@@ -51,11 +52,11 @@ def test_a_row_draws_with_its_own_seed_and_position():
     logits = np.zeros((4, 50_000), np.float32)
     rows = Sampling(temperature=1.0, seed=3).rows(4)
     assert rows.seed.tolist() == [3, 4, 5, 6]
-    drawn = sample(logits, np.array([7, 7, 7, 7], np.int32), rows).tolist()
+    drawn = draw(logits, np.array([7, 7, 7, 7], np.int32), rows).tolist()
     assert len(set(drawn)) == 4
-    shifted = sample(logits[:1], np.array([7], np.int32), Sampling(temperature=1.0, seed=5).rows(1)).tolist()
+    shifted = draw(logits[:1], np.array([7], np.int32), Sampling(temperature=1.0, seed=5).rows(1)).tolist()
     assert shifted == drawn[2:3]
-    assert sample(logits[:1], np.array([8], np.int32), Sampling(temperature=1.0, seed=5).rows(1)).tolist() != shifted
+    assert draw(logits[:1], np.array([8], np.int32), Sampling(temperature=1.0, seed=5).rows(1)).tolist() != shifted
 
 
 @pytest.mark.parametrize("fields", [{"temperature": float("nan")}, {"top_k": -1}, {"top_p": 1.5}, {"seed": -1}])

@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
-from helpers import make_mesh
-from served import BATCH, Process, save_chat_model
+from helpers import make_mesh, until
+from served import BATCH, LIMIT, Process, save_chat_model
 
 pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
 pytest.importorskip("starlette", reason="the extra serve: pip install 'taco-jax[serve]'")
@@ -58,11 +58,11 @@ class Stream:
         self.body = {"prompt": ["a"] * prompts, "max_tokens": 60, "stream": True, "ignore_eos": True}
         self.thread = threading.Thread(target=self._read, args=(url,), daemon=True)
         self.thread.start()
-        assert self.begun.wait(30)
+        assert self.begun.wait(LIMIT), f"limit of {LIMIT} s: waited for the first piece of a stream"
 
     def _read(self, url: str) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=self.body, timeout=60) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=self.body, timeout=LIMIT) as response:
                 for text in response.iter_text():
                     self.text += text
                     self.begun.set()
@@ -70,20 +70,19 @@ class Stream:
             self.text += f" {type(error).__name__}"
 
     def whole(self) -> str:
-        self.thread.join(60)
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive(), f"limit of {LIMIT} s: waited for the end of a stream"
         return self.text
 
 
 def _until_draining(url: str) -> None:
-    deadline = time.monotonic() + 10
-    while httpx.get(f"{url}/health").status_code != 503:
-        assert time.monotonic() < deadline
+    until(lambda: httpx.get(f"{url}/health", timeout=LIMIT).status_code == 503, "the server to refuse what is new")
 
 
 def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends_with_0(start):
     server = start("--name", "tiny")
     assert server.name == "tiny" and server.url.startswith("http://127.0.0.1:")
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=LIMIT) as client:
         assert client.get("/health").status_code == 200
         stream = Stream(server.url, prompts=60)
         server.signal(signal.SIGTERM)
@@ -192,6 +191,7 @@ CLIENTS, SECONDS, NEW = 64, 120, 24
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_64_clients_for_two_minutes(folder, start):
     """Each client has prompts of its own, greedy ones and sampled ones; every tenth request is given up."""
     make_mesh(tp=2)
@@ -233,7 +233,7 @@ def test_64_clients_for_two_minutes(folder, start):
     async def client(number: int, until: float) -> tuple[int, int]:
         """(answers, requests given up)."""
         answered = left = 0
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT) as http:
             while time.monotonic() < until:
                 question, want = numbers.choice(questions[number::CLIENTS])
                 body = question | {"max_tokens": NEW, "stream": numbers.random() < 0.5}
@@ -251,8 +251,10 @@ def test_64_clients_for_two_minutes(folder, start):
     answered, left = map(sum, zip(*counted))
     print(f"{answered} answers, {left} given up")
     assert left > answered / 30
-    time.sleep(1)
-    health = httpx.get(f"{server.url}/health").json()
+    busy = lambda health: health["busy"] or health["waiting"]
+    ask_health = lambda: httpx.get(f"{server.url}/health", timeout=LIMIT).json()
+    until(lambda: not busy(ask_health()), "the rows of all clients to be free")
+    health = ask_health()
     assert (health["status"], health["rows"], health["busy"], health["waiting"]) == ("ok", 16, 0, 0)
     assert answered <= health["taken"] <= answered + left
     server.signal(signal.SIGTERM)

@@ -3,11 +3,11 @@
 import json
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
-from served import BATCH, LONGEST, in_thread
+from helpers import until
+from served import BATCH, LIMIT, LONGEST, in_thread
 
 pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
 pytest.importorskip("starlette", reason="the extra serve: pip install 'taco-jax[serve]'")
@@ -35,7 +35,7 @@ def service(generator, programs):
 
 @pytest.fixture(scope="module")
 def client(service):
-    with in_thread(service) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with in_thread(service) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
         yield client
 
 
@@ -58,15 +58,12 @@ def _events(client, path="completions", **body) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def _until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in 30 s"
-        time.sleep(0.005)
-
-
 def _is_free(service) -> bool:
     return service.engine.counts()[1:3] == (0, 0) and service.answers == 0
+
+
+def _until_free(service) -> None:
+    until(lambda: _is_free(service), "the engine to be free of all jobs")
 
 
 def test_prompts_of_every_kind(client, generator, expected):
@@ -145,7 +142,7 @@ def test_a_stop_string_over_several_tokens(client, service, expected):
     chunks = [chunk["choices"][0] for chunk in _events(client, **body)]
     assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     assert chunks[-1]["finish_reason"] == "stop"
-    _until(lambda: _is_free(service))
+    _until_free(service)
 
 
 def test_a_seed_repeats_its_answer_whoever_else_asks(client):
@@ -299,7 +296,7 @@ def _send(client, **body) -> socket.socket:
 def test_a_full_queue_is_429_and_a_client_that_goes_away_frees_its_place(client, service, gate, expected):
     in_engine = lambda: sum(service.engine.counts()[1:3])
     connections = [_send(client, prompt="a", max_tokens=60, stream=i % 2 == 0) for i in range(BATCH + QUEUE)]
-    _until(lambda: in_engine() == BATCH + QUEUE)
+    until(lambda: in_engine() == BATCH + QUEUE, "all requests to be in the engine")
     assert service.engine.counts().busy > 0
     response = _complete(client, prompt="a")
     assert response.status_code == 429 and response.headers["retry-after"] == "1"
@@ -307,30 +304,32 @@ def test_a_full_queue_is_429_and_a_client_that_goes_away_frees_its_place(client,
 
     for connection in connections[:3]:  # streams and whole answers
         connection.close()
-    _until(lambda: in_engine() == service.answers == BATCH + QUEUE - 3)
+    until(lambda: in_engine() == service.answers == BATCH + QUEUE - 3, "three clients' places to be free")
     for connection in connections:
         connection.close()
-    _until(lambda: _is_free(service))
+    _until_free(service)
     gate.set()
     (choice,) = _complete(client, prompt=TEXTS[0], max_tokens=12, temperature=0).json()["choices"]
     assert choice["text"] == expected[0]
 
 
 def test_a_client_that_goes_away_in_the_middle_of_a_stream(client, service, programs, monkeypatch):
-    step, steps = programs.step, []
+    step, steps, gone = programs.step, [], threading.Event()
 
-    def slow(**kind):
+    def held(**kind):
+        """The engine goes no further than this before the client has gone."""
         steps.append(kind)
-        time.sleep(0.03)
+        assert len(steps) < 20 or gone.wait(LIMIT), f"limit of {LIMIT} s: waited for the client to go away"
         return step(**kind)
 
-    monkeypatch.setattr(programs, "step", slow)
+    monkeypatch.setattr(programs, "step", held)
     connection = _send(client, prompt="a", max_tokens=60, stream=True)
     received = b""
     while received.count(b"data: ") < 2:
         received += connection.recv(4096)
     connection.close()
-    _until(lambda: _is_free(service))
+    _until_free(service)
+    gone.set()
     assert 2 <= len(steps) < 50  # of 59
 
 
@@ -341,7 +340,7 @@ def test_an_engine_that_fails(generator, programs, monkeypatch, capsys):
     monkeypatch.setattr(programs, "step", broken)
     engine = Engine(programs, QUEUE)
     service = Service(generator, engine, "tiny", LONGEST, BATCH + QUEUE)
-    with in_thread(service) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with in_thread(service) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
         threading.Timer(0.2, engine.start).start()
         *_, error = _events(client, prompt="a", max_tokens=9)
         assert "a device is lost" in error["error"]["message"]

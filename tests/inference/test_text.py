@@ -71,11 +71,11 @@ def test_special_tokens_are_no_text_and_no_beginning():
 def test_encoding_a_long_text_holds_no_other_thread_up():
     """The steps of a thread that only sleeps, while another encodes."""
     tokenizer, text = Tokenizer(_byte_level()), "x" * 1_000_000
-    begin = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
-        encoding, longest, last = pool.submit(tokenizer.encode, text), 0.0, begin
+        encoding, steps = pool.submit(tokenizer.encode, text), 0
         while not encoding.done():
             time.sleep(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+            steps += 1
     assert len(encoding.result()) == len(text)
-    assert longest < (last - begin) / 2
+    # One where encoding holds the interpreter from its beginning to its end, hundreds where it does not.
+    assert steps >= 5
