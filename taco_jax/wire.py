@@ -93,6 +93,10 @@ def section_offsets(lengths: list[int]) -> tuple[list[int], int]:
 
 def assemble(sections: list[jax.Array]) -> jax.Array:
     """uint8[..., n_i] sections -> one uint8[..., wire_bytes] message; the gaps are zero."""
+    if sections[0].ndim == 1:
+        # As a row: XLA on CPUs joins the first dim's pieces while it makes them, which asks of every byte whose it is
+        # and takes six times as long as the codes.
+        return assemble([s[None] for s in sections])[0]
     _, total = section_offsets([s.shape[-1] for s in sections])
     pieces, end = [], 0
     for i, section in enumerate(sections):

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import re
+import sys
 
 import pytest
 
@@ -391,3 +392,23 @@ from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 """
     assert run_python(code).stdout == "False\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+@pytest.mark.parametrize("env, keeps", [({}, True), ({"MALLOC_TOP_PAD_": "131072"}, False)])
+def test_emulated_devices_keep_the_memory_of_a_step(run_python, env, keeps):
+    """64 MB that every call takes and frees are not cleared by the kernel each time, unless the user has set malloc."""
+    code = """
+import resource
+from taco_jax import cli
+cli.select_devices("cpu:2")
+import jax, jax.numpy as jnp
+double, x = jax.jit(lambda x: x * 2), jnp.ones(1 << 24)
+for call in range(60):  # the first ones find holes between what stays
+    if call == 40:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    jax.block_until_ready(double(x))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() >> 20)
+"""
+    cleared = int(run_python(code, devices=None, env=env).stdout)
+    assert cleared <= 256 if keeps else cleared >= 1024, f"{cleared} MB of new pages for 20 calls"
