@@ -281,15 +281,6 @@ def test_races(operation, two_ctas):
     compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_races_of_warpgroups(operation):
-    # From 133 tiles on a multiprocessor has two warpgroups, which share the matrices of the rotation.
-    codec, geometry = CODECS["int6h"], Geometry(2 * 140 * 8192, 2, 140 * 8192)
-    x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
-    compare(codec, geometry, "bfloat16", operation, x, interpret=compat.interpret_params(detect_races=True))
-
-
 def test_warpgroups_that_share_memory(two_ctas):
     codec, geometry = CODECS["int6h"], Geometry(7 * 8192, 1, 7 * 8192)
     x = values(geometry.elements, "gaussian", codec.block, "bfloat16")
