@@ -92,7 +92,7 @@ MUTANTS = (
         "pallas_kernels/mosaic/packing.py",
         "parts.append(code & ((1 << fmt.bits) - 1))",
         "parts.append(code)",
-        (MOSAIC + "'test_fields and int6'",),
+        (MOSAIC + "test_kernels_that",),
         new_jax=True,
     ),
     Mutant(
@@ -101,7 +101,7 @@ MUTANTS = (
         "pallas_kernels/mosaic/scales.py",
         "word = jnp.where(finite, word, nan)",
         "word = jnp.where(finite, word, word)",
-        (MOSAIC + "'test_fields and ue5m3'",),
+        (MOSAIC + "test_kernels_that",),
         new_jax=True,
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = (
         "pallas_kernels/mosaic/reduction.py",
         "total = wires(own_rank + 1, jnp.int32(ranks), total)",
         "total = wires(own_rank + 1, jnp.int32(ranks) - 1, total)",
-        (MOSAIC + "'test_chunks and aligned'",),
+        (MOSAIC + "test_kernels_that",),
         new_jax=True,
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = (
         "pallas_kernels/mosaic/writer.py",
         "self._put_byte(message, offset + i - message * length, jnp.uint8(0))",
         "self._put_byte(message, offset + i - message * length, jnp.uint8(1))",
-        (MOSAIC + "'test_fields and encode and not reduce'",),
+        (MOSAIC + "test_kernels_that",),
         new_jax=True,
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = (
         "pallas_kernels/mosaic/blocks.py",
         "start = row.astype(jnp.uint32) * np.uint32(tiling.row) + np.uint32(offsets[1])",
         "start = row.astype(jnp.uint32) * np.uint32(0) + np.uint32(offsets[1])",
-        (MOSAIC + "'test_fields and stochastic and encode and not reduce'",),
+        (MOSAIC + "test_kernels_that",),
         new_jax=True,
     ),
     Mutant(
