@@ -77,9 +77,8 @@ WRITES = with_signs(
     cover_groups(
         [
             *itertools.product(("operation",), ("scale", "dtype", "block", "rounding")),
-            *itertools.product(("rotation",), ("block", "dtype", "rounding")),
-            ("operation", "rotation", "signs"),
-            ("rounding", "scale"),
+            *itertools.product(("rotation",), ("block", "dtype", "signs", "operation")),
+            ("rounding", "rotation"),
             ("element",),
             ("geometry",),
         ],

@@ -152,7 +152,7 @@ OTHERS = [
     [
         (OTHERS[0], "encode"),
         (OTHERS[1], "decode"),
-        (OTHERS[2], "encode"),
+        pytest.param(OTHERS[2], "encode", marks=pytest.mark.slow),
         pytest.param(OTHERS[0], "decode", marks=pytest.mark.slow),
         pytest.param(OTHERS[1], "encode", marks=pytest.mark.slow),
         pytest.param(OTHERS[2], "decode", marks=pytest.mark.slow),
