@@ -40,12 +40,12 @@ def test_snr_on_gaussian_data(preset):
 
 
 def test_the_papers_alpha_cancels():
-    """taco_paper's codes are those of one float32 scale on 99.99 % of elements."""
+    """taco_paper's codes are those of one float32 scale on at least 99.99 % of elements."""
     codecs = CODECS["taco_paper"], Codec("e4m3", 256, "hadamard", "float32")
     xs = normal(16 * SIZE).reshape(16, SIZE)
     paper, plain = ([np.asarray(encode(c, x))[:SIZE] for x in xs] for c in codecs)
     same = np.equal(paper, plain)
-    assert 0.9999 <= same.mean() < 1
+    assert same.mean() >= 0.9999
 
 
 def test_site_scale_is_worth_nothing_to_floats_and_2_to_3_5_db_to_integers():

@@ -42,7 +42,7 @@ def _check(run: Run):
     [
         ("qwen2", 4, 2, True, "dots"),
         ("qwen3", 2, 1, False, "none"),
-        ("gpt2", 2, 2, False, "full"),
+        ("gpt2", 2, 2, True, "full"),
         pytest.param("llama", 8, 1, True, "dots", marks=SLOW),
     ],
 )

@@ -147,26 +147,27 @@ def test_any_size(size, ranks, local):
 
 
 SHAPES = ((8, 4), (8, 2), (4, 2))
-FEW = [("taco", 8, 4), ("int4h", 8, 2), ("int8h", 4, 2)]
+FEW = [("e4m3h", 8, 4), ("int4h", 8, 2), ("int8h", 4, 2)]
 
 
 @pytest.mark.parametrize(
     "codec,ranks,local",
-    [*FEW, *(SLOW(c, *s) for c in ("taco", "int8h", "int4h") for s in SHAPES if (c, *s) not in FEW)],
+    [*FEW, *(SLOW(c, *s) for c in ("e4m3h", "int8h", "int4h") for s in SHAPES if (c, *s) not in FEW)],
 )
 def test_what_levels_lose(codec, ranks, local):
     """In units of one hop of the whole sum: what is encoded of the terms, of the hosts' sums, and of the sum.
 
     Of L ranks L-1 are quantised inside; two-shot quantises (H-1)/H of the hosts' sums, the exchange all; then the sum:
-    10 log10((L-1)/L + (H-1)/H + 1) dB, and for two hosts 10 log10((L-1)/L + 2).
+    10 log10((L-1)/L + (H-1)/H + 1) dB, and for two hosts 10 log10((L-1)/L + 2). Codecs whose noise does not depend on
+    how large values are: taco without calibration has scales that are powers of two.
     """
     x_P = np.random.default_rng(0).normal(size=(8, 1 << 14)).astype(np.float32)
-    one_hop = {"taco": 31.6, "int8h": 43.7, "int4h": 18.6}[codec]
+    one_hop = {"e4m3h": 31.8, "int8h": 43.7, "int4h": 18.6}[codec]
     n = ranks // local
     expected = 10 * np.log10((local - 1) / local + (2 if n == 2 else 1 + (n - 1) / n))
     y = build("psum", ranks, local, codec)(x_P[:ranks])
     loss = one_hop - snr_db(x_P[:ranks].sum(0, dtype=np.float64), y)
-    assert loss == pytest.approx(expected, abs=0.4)
+    assert loss == pytest.approx(expected, abs=0.3)
 
 
 @pytest.mark.parametrize("between,most", [("int4h", 0.2), SLOW("int6h", 0.3)])

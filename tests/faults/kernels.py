@@ -52,7 +52,7 @@ MUTANTS = (
         "pallas_kernels/triton/scales.py",
         "planes = (tl.where(finite, c, 255),)",
         "planes = (c,)",
-        (TRITON + "'presets and mxfp8'",),
+        (TRITON + "'presets and (mxfp4 or mxint8)'",),
     ),
     Mutant(
         "triton-butterfly",
