@@ -40,7 +40,8 @@ def test_loss_and_gradients_are_nearer_to_the_exact_ones_and_the_messages_the_sa
     tables = [run.compiled()[1] for run in runs]
     assert tables[0].rows() == tables[1].rows()
     with_it, without = (run.gradients() for run in runs)
-    assert distance(with_it[1], grads) < 0.6 * distance(without[1], grads)
+    # 0.086 of it here; 0.16 if the error were not carried from layer to layer.
+    assert distance(with_it[1], grads) < 0.12 * distance(without[1], grads)
     assert abs(with_it[0] - loss) < 0.05 * loss
 
 
