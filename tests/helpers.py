@@ -26,7 +26,7 @@ def _foreign_xla_flags() -> list[str]:
     return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(ours)]
 
 
-def until(condition: Callable[[], object], what: str, *, seconds: float = 240, pause: float = 0.01) -> None:
+def until(condition: Callable[[], object], what: str, *, seconds: float = 540, pause: float = 0.01) -> None:
     """Returns once `condition` is true.
 
     Fails after `seconds`, a small part of which is enough on an idle machine, and says that it was this limit.
@@ -56,7 +56,7 @@ def run_python(
     devices: int | None = 8,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike | None = None,
-    timeout: float = 300,  # ten times what the longest takes on an idle machine
+    timeout: float = 540,
     check: int | None = 0,
 ) -> subprocess.CompletedProcess:
     """Run Python in a fresh process that imports the packages of this checkout; returns its stdout and stderr as text.

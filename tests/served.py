@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 BATCH, LONGEST = 4, 64
 # Seconds for what takes some seconds on an idle machine: a server's start, an answer.
-LIMIT = 240
+LIMIT = 540
 
 
 def save_chat_model(folder: Path, longest: int = LONGEST):
@@ -58,8 +58,8 @@ def in_thread(service):
         yield url
     finally:
         server.should_exit = True
-        thread.join(timeout=240)
-        assert not thread.is_alive(), "limit of 240 s: waited for the server's thread to end"
+        thread.join(timeout=LIMIT)
+        assert not thread.is_alive(), f"limit of {LIMIT} s: waited for the server's thread to end"
 
 
 class Process:

@@ -88,8 +88,9 @@ def reference():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(dp=2, tp=4, accumulation=2, remat="full"),
-        dict(dp=2, tp=2, sequence_parallel=True, chains=2, remat="dots"),
+        dict(dp=2, tp=2, sequence_parallel=True, chains=2, accumulation=2, remat="dots"),
+        pytest.param(dict(dp=2, tp=4, accumulation=2, remat="full"), marks=SLOW),
+        pytest.param(dict(dp=2, tp=2, sequence_parallel=True, chains=2, remat="dots"), marks=SLOW),
         pytest.param(dict(tp=2), marks=SLOW),
         pytest.param(dict(tp=4), marks=SLOW),
         pytest.param(dict(dp=2, tp=4), marks=SLOW),

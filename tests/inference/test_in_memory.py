@@ -13,7 +13,6 @@ from model_helpers import CONFIGS, QWEN2, Run
 import taco_jax
 from taco_jax.config import ConfigError
 from taco_jax.inference.loading import in_memory, load_params
-from taco_jax.models.params import init_params
 
 PROMPT, NEW = [5, 17, 200, 33, 9], 4
 
@@ -22,7 +21,7 @@ def ids(generator, prompt=PROMPT):
     return [token.id for token in generator.generate(prompt, max_tokens=NEW)]
 
 
-@pytest.mark.parametrize("name, trained_tp, tp", [("qwen2", 4, 1), ("gpt2", 1, 2)])
+@pytest.mark.parametrize("name, trained_tp, tp", [("qwen2", 4, 1), pytest.param("gpt2", 1, 2, marks=pytest.mark.slow)])
 def test_trained_parameters_go_on_with_prompts(name, trained_tp, tp):
     """Tables padded for other ranks, on the devices of another mesh: the tokens of full recomputation."""
     run = Run(CONFIGS[name], tp=trained_tp, batch=1, length=len(PROMPT) + NEW)
@@ -44,7 +43,7 @@ def test_trained_parameters_go_on_with_prompts(name, trained_tp, tp):
 
 def test_types_on_the_mesh():
     mesh = make_mesh(tp=2)
-    given = jax.tree.map(lambda x: np.asarray(x, ml_dtypes.bfloat16), init_params(QWEN2, jax.random.key(0)))
+    given = jax.tree.map(lambda x: np.asarray(x, ml_dtypes.bfloat16), Run(QWEN2).params())
     params = load_params(in_memory(QWEN2, given), mesh, jnp.float16)
     up, norm = params["layers"]["mlp"]["up"]["kernel"], params["layers"]["attn_norm"]["scale"]
     assert up.dtype == jnp.float16 and norm.dtype == params["final_norm"]["scale"].dtype == jnp.float32
@@ -92,7 +91,7 @@ def changed(tree, value, *path):
     ],
 )
 def test_what_does_not_fit_is_one_line(change, message):
-    params = jax.tree.map(np.asarray, init_params(QWEN2, jax.random.key(0)))
+    params = jax.tree.map(np.asarray, Run(QWEN2).params())
     with pytest.raises(ConfigError) as error:
         taco_jax.Generator.of(QWEN2, change(params))
     assert message in str(error.value) and "\n" not in str(error.value)
