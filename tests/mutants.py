@@ -198,13 +198,18 @@ def _together(entries: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _files() -> list[str]:
-    """The files that a fresh clone would have, and those that are not committed yet."""
+    """The files that a fresh clone would have, and those that are not committed yet; of a tree without git all that
+    neither Python nor pip has made."""
+    if not (REPOSITORY / ".git").exists():
+        made = re.compile(r"__pycache__|build|dist|runs|.*\.egg-info|\.(venv|pytest_cache|ruff_cache).*")
+        files = [path.relative_to(REPOSITORY) for path in REPOSITORY.rglob("*") if path.is_file()]
+        return [str(path) for path in files if not any(made.fullmatch(part) for part in path.parts[:-1])]
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
-        raise CopyError(f"git ls-files: {' '.join(str(reason).split())}; run it in a checkout of git") from None
+        raise CopyError(f"git ls-files: {' '.join(str(reason).split())}") from None
     return [name for name in listed.split("\0") if name and (REPOSITORY / name).is_file()]
 
 

@@ -99,6 +99,15 @@ def test_files_run_together_and_selections_by_themselves():
     ]  # fmt: skip
 
 
+def test_the_files_of_a_tree_without_git(tree, monkeypatch):
+    for made in ("build/code.py", ".venv312/x.py", "a.egg-info/SOURCES.txt", "tests/__pycache__/x.pyc"):
+        (tree / made).parent.mkdir(parents=True)
+        (tree / made).touch()
+    (tree / ".gitignore").touch()
+    monkeypatch.setattr(mutants, "REPOSITORY", tree)
+    assert sorted(mutants._files()) == [".gitignore", "code.py", "tests/test_code.py"]
+
+
 def test_a_killed_and_a_living_fault(tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
     (tmp_path / "code.py").write_text("x = 1\ny = 1\n")
@@ -106,9 +115,6 @@ def test_a_killed_and_a_living_fault(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-ra"\nmarkers = ["slow"]\n')
     (tmp_path / "tests" / "conftest.py").write_text("import sys\n\nsys.modules.pop('code', None)\n")
     monkeypatch.setattr(mutants, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(
-        mutants, "_files", lambda: ["code.py", "pyproject.toml", "tests/test_code.py", "tests/conftest.py"]
-    )
     living = dataclasses.replace(FAULT, name="living", old="y = 1", new="y = 2")
     runner = mutants.Runner(tmp_path / "pool", jobs=2, timeout=60, whole_suite=False)
     assert runner.baseline([FAULT]) == {}
