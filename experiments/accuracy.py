@@ -142,7 +142,7 @@ def collect(out: Path) -> dict[str, dict[str, dict[str, list[dict]]]]:
 def report(out: Path) -> None:
     """Writes the tables and pictures of what OUT has, and what is still to be run."""
     found = collect(out)
-    accuracy_report.write(out, found, missing(PLAN, found), command=f"python {' '.join(sys.argv)}")
+    accuracy_report.write(out, found, missing(PLAN, found))
 
 
 def missing(plan, found) -> list[tuple[str, str, int]]:
@@ -178,7 +178,7 @@ def expected_seconds(flops: float, found) -> float | None:
 class Study:
     """The runs of one call: configurations, programs and what is known of their time."""
 
-    def __init__(self, args, configs: dict[str, TrainConfig]):
+    def __init__(self, args, configs: dict[str, TrainConfig], flags: Sequence[str]):
         # Imported here: errors in the arguments then come before the seconds that these imports take.
         import float32_sums
         import in_turn
@@ -186,7 +186,7 @@ class Study:
 
         from taco_jax.mesh import make_mesh
 
-        self.args, self.configs, self.in_turn = args, configs, in_turn
+        self.args, self.configs, self.flags, self.in_turn = args, configs, flags, in_turn
         mesh = make_mesh(tp=next(iter(configs.values())).mesh.tp)
 
         def config_of(name: str) -> TrainConfig:
@@ -235,6 +235,7 @@ class Study:
             "date": str(datetime.date.today()),
             "hardware": self.hardware,
             "commit": self.args.commit or runs.commit(),
+            "command": " ".join([accuracy_report.COMMAND, *self.flags]),
             "implementations": {k: v for name in names for k, v in self.programs.choices(name).items()},
         }
         runs.keep(records, kept)
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
     first = next(iter(configs.values()))
     cli.select_devices(first.devices, deterministic=first.deterministic)
     cli.devices(first.devices)
-    study, failures = Study(args, configs), 0
+    study, failures = Study(args, configs, flags), 0
     try:
         for i, (model, row, seed) in enumerate(wanted):
             takes = expected_seconds(work(configs[model]), collect(args.out))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BOUND = 0.005
+COMMAND = "python experiments/accuracy.py --tokens tokens/ --out experiments/results/accuracy"
 # Student's t at 95 %, one-sided, by degrees of freedom from 1; beyond the last, the last, which is on the safe side.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 BASE = "none"
@@ -82,10 +83,10 @@ def _snr(by_seed: Mapping[str, list[dict]]) -> dict[str, list[tuple[int, float]]
     return {site: [(step, statistics.mean(v)) for step, v in sorted(by.items())] for site, by in values.items()}
 
 
-def write(out: Path, found: Mapping[str, Runs], missing: Sequence[tuple[str, str, int]], command: str) -> None:
+def write(out: Path, found: Mapping[str, Runs], missing: Sequence[tuple[str, str, int]]) -> None:
     """Writes README.md, and of models that have an exact run the tables, summary.json and the pictures."""
     models = {model: summarise(of_model) for model, of_model in found.items() if BASE in of_model}
-    lines = header(found, command)
+    lines = header(found)
     for model, summary in models.items():
         lines += tables(model, summary)
     if models:
@@ -100,17 +101,17 @@ def write(out: Path, found: Mapping[str, Runs], missing: Sequence[tuple[str, str
     print("\n".join(lines), flush=True)
 
 
-def header(found: Mapping[str, Runs], command: str) -> list[str]:
-    """The opening lines; date, hardware and commit are those of the runs."""
+def header(found: Mapping[str, Runs]) -> list[str]:
+    """The opening lines; date, hardware, commit and command are those of the runs."""
     made = [r[-1].get("run", {}) for of_model in found.values() for by in of_model.values() for r in by.values()]
-    said = lambda key: "; ".join(sorted({run[key] for run in made if key in run})) or "no run yet"
+    said = lambda key, none="no run yet": "; ".join(sorted({run[key] for run in made if key in run})) or none
     return [
         "# Accuracy with seeds: GPT-2 at tp 2",
         "",
         f"* date: {said('date')}",
         f"* hardware: {said('hardware')}",
         f"* commit: {said('commit')}",
-        f"* command: `{command}`",
+        f"* command: `{said('command', COMMAND)}`",
         "",
         "Fixed before the first run: a row is equivalent to exact if the 90 % confidence interval of its mean relative",
         f"difference in validation loss, paired by seed, lies within +-{BOUND:.1%} (two one-sided t-tests at 5 %), not",

@@ -156,7 +156,7 @@ class Fake:
     def __init__(self, study, bad=()):
         self.study, self.bad, self.asked, self.programs = study, bad, [], self
 
-    def __call__(self, args, configs):
+    def __call__(self, args, configs, flags):
         self.configs = configs
         return self
 
@@ -172,7 +172,7 @@ class Fake:
 
 def test_what_the_runs_are_given(study, tokens, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(study, "Study", lambda args, configs: given.append(configs) or 1 / 0)
+    monkeypatch.setattr(study, "Study", lambda args, configs, flags: given.append(configs) or 1 / 0)
     monkeypatch.setattr(study.cli, "devices", lambda name: None)
     arguments = ["--out", str(tmp_path / "out"), "--tokens", str(tokens)]
     for more in ([], ["--model", "gpt2_124m", "--warmup", "2"], ["--data.sequence-length", "64"]):
