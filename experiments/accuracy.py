@@ -1,7 +1,7 @@
 """The accuracy record: GPT-2 at tp 2 on held-out text, each row another way to send activations, by seed.
 
     python experiments/accuracy.py --tokens tokens/ --out experiments/results/accuracy --minutes 9
-    python experiments/accuracy.py --out experiments/results/accuracy --report
+    python experiments/accuracy.py --out experiments/results/accuracy --report --page docs/accuracy.md
 
 Fixed before the first run:
 
@@ -33,6 +33,7 @@ import datetime
 import functools
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ import runs
 
 from taco_jax import cli
 from taco_jax.codec import CODECS, Codec
-from taco_jax.config import TrainConfig
+from taco_jax.config import ConfigError, TrainConfig
 from taco_jax.config_check import check
 from taco_jax.metrics import flops_per_token
 
@@ -139,10 +140,15 @@ def collect(out: Path) -> dict[str, dict[str, dict[str, list[dict]]]]:
     return found
 
 
-def report(out: Path) -> None:
-    """Writes the tables and pictures of what OUT has, and what is still to be run."""
+def report(out: Path, page: Path | None = None) -> None:
+    """Writes the tables and pictures of what OUT has, what is still to be run, and the tables of a page."""
     found = collect(out)
     accuracy_report.write(out, found, missing(PLAN, found))
+    if page is not None:
+        try:
+            page.write_text(accuracy_report.page(page.read_text(), found))
+        except ValueError as error:
+            raise ConfigError(f"--page={page}: {error}") from None
 
 
 def missing(plan, found) -> list[tuple[str, str, int]]:
@@ -167,12 +173,13 @@ def work(config: TrainConfig) -> float:
 
 
 def expected_seconds(flops: float, found) -> float | None:
-    """How long a run of so many FLOPs takes, by the slowest of those that are there; None where none says."""
+    """How long a run of so many FLOPs takes, by the median of those that are there and a twentieth; None where none
+    says."""
     rates = [
         r[-1]["run"]["seconds"] / r[-1]["run"]["flops"]
         for of_model in found.values() for of_row in of_model.values() for r in of_row.values() if "run" in r[-1]
     ]  # fmt: skip
-    return max(rates) * flops if rates else None
+    return 1.05 * statistics.median(rates) * flops if rates else None
 
 
 class Study:
@@ -273,6 +280,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=None, help="start no run that would end after that long")
     parser.add_argument("--no-ahead", dest="ahead", action="store_false", help="compile nothing beside a run")
     parser.add_argument("--report", action="store_true", help="only write the tables and the pictures of what is there")
+    parser.add_argument("--page", type=Path, default=None, help="with --report: a page whose tables are written anew")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args, flags = parser.parse_known_args(arguments)
     start = time.monotonic()
@@ -283,10 +291,13 @@ def main(arguments: Sequence[str]) -> int:
         runs.require(value is None or value > 0, f"--{key}", value, "must be above 0")
     runs.require(args.warmup is None or args.warmup >= 0, "--warmup", args.warmup, "must be 0 or more steps")
     plan = asked_for(args)
+    runs.require(args.page is None or args.report, "--page", args.page, "goes with --report")
     if args.report:
         runs.require(not flags, "--report", " ".join(flags), "runs nothing, so it takes no flags of the trainer")
         runs.require(args.out.is_dir(), "--out", args.out, "no such folder, so there is nothing to report")
-        report(args.out)
+        if args.page is not None:
+            runs.file("--page", args.page, "name a page that has the marks, such as docs/accuracy.md")
+        report(args.out, args.page)
         return 0
     runs.require(args.tokens, "--tokens", args.tokens, "needed: a folder with train.bin and val.bin")
     for name in ("train.bin", "val.bin"):

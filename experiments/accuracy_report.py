@@ -83,22 +83,51 @@ def _snr(by_seed: Mapping[str, list[dict]]) -> dict[str, list[tuple[int, float]]
     return {site: [(step, statistics.mean(v)) for step, v in sorted(by.items())] for site, by in values.items()}
 
 
+def summaries(found: Mapping[str, Runs]) -> dict[str, dict]:
+    """{model: summary} of the models that have an exact run."""
+    return {model: summarise(of_model) for model, of_model in found.items() if BASE in of_model}
+
+
 def write(out: Path, found: Mapping[str, Runs], missing: Sequence[tuple[str, str, int]]) -> None:
     """Writes README.md, and of models that have an exact run the tables, summary.json and the pictures."""
-    models = {model: summarise(of_model) for model, of_model in found.items() if BASE in of_model}
-    lines = header(found)
+    models, text = summaries(found), readme(found, missing)
+    (out / "README.md").write_text(text)
+    if models:
+        (out / "summary.json").write_text(json.dumps({"bound": BOUND} | models, indent=1) + "\n")
+        draw_losses({model: found[model] for model in models}, out / "loss.png")
+        draw_snr(models, out / "snr.png")
+    print(text, flush=True)
+
+
+def readme(found: Mapping[str, Runs], missing: Sequence[tuple[str, str, int]]) -> str:
+    """The whole text of the results' README."""
+    lines, models = header(found), summaries(found)
     for model, summary in models.items():
         lines += tables(model, summary)
     if models:
         lines += ["![validation loss](loss.png)", "", "![SNR](snr.png)", ""]
-        (out / "summary.json").write_text(json.dumps({"bound": BOUND} | models, indent=1) + "\n")
-        draw_losses({model: found[model] for model in models}, out / "loss.png")
-        draw_snr(models, out / "snr.png")
     if missing:
         lines += ["Still to be run, in this order (model, row, seed):", ""]
         lines += [f"{i}. {model}, `{row}`, {seed}" for i, (model, row, seed) in enumerate(missing, 1)]
-    (out / "README.md").write_text("\n".join(lines).rstrip() + "\n")
-    print("\n".join(lines), flush=True)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+MARKS = "<!-- begin: written by experiments/accuracy.py -->", "<!-- end -->"
+
+
+def page(text: str, found: Mapping[str, Runs]) -> str:
+    """A page's text with the tables of what there is between MARKS, instead of what was there.
+
+    Raises ValueError where it has no such marks.
+    """
+    before, begin, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise ValueError(f"has no line {MARKS[0]!r} with a line {MARKS[1]!r} after it")
+    lines = []
+    for model, summary in summaries(found).items():
+        lines += ["", f"### {model}", "", *main_table(summary), "", *cross_table(summary)]
+    return "\n".join([before + begin, *lines, "", end + after])
 
 
 def header(found: Mapping[str, Runs]) -> list[str]:
@@ -124,12 +153,24 @@ def header(found: Mapping[str, Runs]) -> list[str]:
 
 
 def tables(model: str, summary: Mapping[str, dict]) -> list[str]:
+    """The lines of a model: losses, evaluation in other rows, SNR."""
     steps, tokens = summary[BASE]["steps"], summary[BASE]["tokens"] or 0
+    lines = [f"## {model}", "", f"{steps} steps, {tokens / 1e6:.1f}M tokens a run.", "", *main_table(summary)]
+    lines += ["", "The last parameters evaluated another way, against the run's own validation loss:", ""]
+    lines += cross_table(summary)
+    sites = sorted({site for r in summary.values() for site in r["snr_db"]})
+    if sites:
+        lines += ["", "SNR in dB by site and direction: first and last measurement of a run", ""]
+        lines += ["| row | " + " | ".join(sites) + " |", "|---" * (len(sites) + 1) + "|"]
+        for row, r in summary.items():
+            if r["snr_db"]:
+                cell = lambda v: f"{v[0][1]:.1f}, {v[-1][1]:.1f}" if v else ""
+                lines.append(f"| {row} | " + " | ".join(cell(r["snr_db"].get(s)) for s in sites) + " |")
+    return [*lines, ""]
+
+
+def main_table(summary: Mapping[str, dict]) -> list[str]:
     lines = [
-        f"## {model}",
-        "",
-        f"{steps} steps, {tokens / 1e6:.1f}M tokens a run.",
-        "",
         "| row | traffic ratio | validation loss | by seed | std | against exact | standard error | 90 % interval | "
         "verdict | tokens/s | the paper |",
         "|---" * 11 + "|",
@@ -140,27 +181,21 @@ def tables(model: str, summary: Mapping[str, dict]) -> list[str]:
         std = "" if r["std"] is None else f"{r['std']:.4f}"
         error = "" if r["standard_error"] is None else f"{r['standard_error']:.2%}"
         interval = "" if r["interval"] is None else " to ".join(map(percent, r["interval"]))
-        own = row == BASE
+        against = f"{percent(r['difference'])} | {error} | {interval} | {r['verdict']}"
         lines.append(
-            f"| {row} | {r['ratio']:.2f} | {r['mean']:.4f} | {seeds} | {std} | "
-            + ("| | | |" if own else f"{percent(r['difference'])} | {error} | {interval} | {r['verdict']} |")
-            + f" {r['tokens_per_second']:.0f} | {PAPER.get(row, '')} |"
+            f"| {row} | {r['ratio']:.2f} | {r['mean']:.4f} | {seeds} | {std} | {'| | |' if row == BASE else against} | "
+            f"{r['tokens_per_second']:.0f} | {PAPER.get(row, '')} |"
         )
-    lines += ["", "The last parameters evaluated another way, against the run's own validation loss:", ""]
-    lines += ["| trained in | evaluated in | difference | by seed |", "|---|---|---|---|"]
+    return lines
+
+
+def cross_table(summary: Mapping[str, dict]) -> list[str]:
+    lines = ["| trained in | evaluated in | difference | by seed |", "|---|---|---|---|"]
     for row, r in summary.items():
         for other, x in r["evaluated"].items():
             seeds = ", ".join(f"{s}: {loss:.4f}" for s, loss in x["seeds"].items())
             lines.append(f"| {row} | {other} | {x['difference']:+.3%} | {seeds} |")
-    sites = sorted({site for r in summary.values() for site in r["snr_db"]})
-    if sites:
-        lines += ["", "SNR in dB by site and direction: first and last measurement of a run", ""]
-        lines += ["| row | " + " | ".join(sites) + " |", "|---" * (len(sites) + 1) + "|"]
-        for row, r in summary.items():
-            if r["snr_db"]:
-                cell = lambda v: f"{v[0][1]:.1f}, {v[-1][1]:.1f}" if v else ""
-                lines.append(f"| {row} | " + " | ".join(cell(r["snr_db"].get(s)) for s in sites) + " |")
-    return [*lines, ""]
+    return lines
 
 
 # Okabe and Ito's palette, as taco_jax.plot has it, and three more.

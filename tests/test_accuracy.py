@@ -134,11 +134,37 @@ def test_the_plan_is_written_before_the_first_run(study, tmp_path):
     assert "lies within +-0.5%" in text and "1. gpt2_124m, `none`, 0\n2. gpt2_124m, `int8h`, 0\n" in text
 
 
+def test_readme_and_page_are_those_of_the_runs_that_are_there(study, repository):
+    """After new runs: experiments/accuracy.py --out experiments/results/accuracy --report --page docs/accuracy.md"""
+    folder, page = repository / "experiments/results/accuracy", repository / "docs/accuracy.md"
+    found = study.collect(folder)
+    report = study.accuracy_report
+    assert report.readme(found, study.missing(study.PLAN, found)) == (folder / "README.md").read_text()
+    assert report.page(page.read_text(), found) == page.read_text()
+    written = json.loads((folder / "summary.json").read_text())
+    assert json.loads(json.dumps({"bound": report.BOUND} | report.summaries(found))) == written
+
+
+def test_a_page_keeps_what_is_outside_of_its_marks(study, tmp_path, capsys):
+    put(study, tmp_path, "none", "0", 3.0)
+    begin, end = study.accuracy_report.MARKS
+    page, arguments = tmp_path / "page.md", ["--out", str(tmp_path), "--report", "--page", str(tmp_path / "page.md")]
+    page.write_text(f"# A page\n{begin}\nold\n{end}\nmore\n")
+    assert cli.run(study.main, arguments) == 0
+    text = page.read_text()
+    assert text.startswith(f"# A page\n{begin}\n\n### gpt2_124m\n") and text.endswith(f"\n{end}\nmore\n")
+    assert "| none | 2.00 | 3.0000 | 0: 3.0000 |" in text and "old" not in text
+    assert cli.run(study.main, arguments) == 0 and page.read_text() == text
+    page.write_text("# A page\n")
+    assert cli.run(study.main, arguments) == 2 and page.read_text() == "# A page\n"
+    assert "has no line '<!-- begin: written by" in capsys.readouterr().err
+
+
 def test_how_long_a_run_takes(study):
     one = lambda seconds, flops: [{"run": {"seconds": seconds, "flops": flops}}]
     assert study.expected_seconds(5.0, {}) is None
     found = {"gpt2_124m": {"none": {"0": one(10.0, 2.0), "1": one(30.0, 2.0)}}, "gpt2_350m": {"taco": {"0": [{}]}}}
-    assert study.expected_seconds(5.0, found) == 75.0
+    assert study.expected_seconds(5.0, found) == pytest.approx(1.05 * 50.0)
 
 
 @pytest.fixture
@@ -195,7 +221,7 @@ def test_runs_go_on_after_one_that_fails_and_are_kept(study, tokens, tmp_path, m
     assert fake.asked == [(row, seed) for seed in (0, 1) for row in ("none", "int8h", "taco")]
     again = Fake(study)
     monkeypatch.setattr(study, "Study", again)
-    # A run takes a minute, as those before it say: there is time for one.
+    # A run takes a minute, as those before it say.
     assert cli.run(study.main, [*arguments, "--minutes", "0.5"]) == 0 and again.asked == []
     assert cli.run(study.main, [*arguments, "--minutes", "1.5"]) == 0
     assert again.asked == [("int8h", 0), ("int8h", 1)]  # the fake ones end at once
@@ -227,6 +253,7 @@ def test_what_a_row_sends(study, part, forward, backward, fed):
         (["--warmup", "-1"], "--warmup=-1: must be 0 or more steps"),
         (["--report", "--minute", "5"], "--report=--minute 5: runs nothing, so it takes no flags of the trainer"),
         (["--report"], "no such folder, so there is nothing to report"),
+        (["--page", "docs/accuracy.md"], "--page=docs/accuracy.md: goes with --report"),
         ([], "--tokens=None: needed: a folder with train.bin and val.bin"),
         (["--tokens", "nowhere"], "--tokens=nowhere/train.bin: no such file; tokenize_corpus.py makes one"),
     ],
