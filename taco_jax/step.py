@@ -217,11 +217,11 @@ class Program:
     @functools.cached_property
     def step(self):
         """The compiled step; compiling it also records `table`."""
-        return self._compile(with_stats=False)
+        return self._compile(self.lowered)
 
     @functools.cached_property
     def step_with_stats(self):
-        return self._compile(with_stats=True)
+        return self._compile(self.lowered_with_stats)
 
     @functools.cached_property
     def table(self) -> sites.Table:
@@ -239,6 +239,11 @@ class Program:
             lowered = self._jitted(with_stats=False).lower(self.state_shapes, self.batch_shapes)
         return lowered, table
 
+    @functools.cached_property
+    def lowered_with_stats(self):
+        """The step that also measures, traced and lowered, not compiled."""
+        return self._jitted(with_stats=True).lower(self.state_shapes, self.batch_shapes)
+
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.config.global_batch, self.config.data.sequence_length + 1)
@@ -249,8 +254,7 @@ class Program:
         function = functools.partial(self._step, with_stats=with_stats)
         return jax.jit(function, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
 
-    def _compile(self, with_stats: bool):
-        lowered = self._jitted(True).lower(self.state_shapes, self.batch_shapes) if with_stats else self.lowered
+    def _compile(self, lowered):
         return lowered.compile(compiler_options=self._compiler_options)
 
     @property

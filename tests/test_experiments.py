@@ -248,7 +248,7 @@ def test_seeds_go_on_after_a_run_that_fails(seed_study, capsys):
         (None, "cannot be read as a run's metrics (Is a directory)"),
     ],
 )
-@pytest.mark.parametrize("name", ["seed_study", "codec_ablation"])
+@pytest.mark.parametrize("name", ["seed_study", "accuracy"])
 def test_a_kept_run_that_is_none(name, content, message, program, seed_study, tmp_path, capsys):
     out = tmp_path / "out"
     kept = out / ("none-0.jsonl" if name == "seed_study" else "gpt2_124m-none-0.jsonl")
