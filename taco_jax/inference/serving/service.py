@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.generator import Generator
+from taco_jax.inference.sampling import why_not_finite
 from taco_jax.inference.serving.chat import Chat
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
 from taco_jax.inference.serving.errors import RequestError
@@ -43,6 +44,7 @@ class Service:
         self.answers = 0
         """Answers that are under way."""
         self._generator, self._room = generator, room
+        self.dtype = generator.settings.dtype
 
     @property
     def trouble(self) -> str | None:
@@ -141,9 +143,13 @@ class Answer:
     def _delta(self, index: int, event: Event) -> Delta:
         if event.end == "failed":
             raise RequestError(self._service.trouble or "the engine failed", status=500, code="engine_stopped")
+        if event.end == "not finite":
+            message = why_not_finite(self._service.dtype)
+            raise RequestError(message, status=500, code="not_finite")
         self.completion_tokens += 1
         stream, stops = self._texts[index]
-        text = stops.add(stream.add(event.token) if event.end != "eos" else "")
+        text = stream.add(event.token) if event.end != "eos" else ""
+        text = stops.add(text + stream.flush() if event.end else text)
         if stops.stopped:
             self._service.engine.cancel(self.jobs[index])
             return Delta(index, text, "stop")
