@@ -12,14 +12,19 @@ _EXPONENTS = {
     "float64": (np.uint64, 0x7FF0_0000_0000_0000),
 }
 
+AT_ONCE = 1 << 20
+"""Elements that are copied at a time: few enough for a cache."""
+
 
 def finite(array: np.ndarray) -> bool:
     """Whether an array of floats holds neither NaN nor infinities."""
     if array.dtype.name not in _EXPONENTS:
         return bool(np.isfinite(array.astype(np.float32)).all())
     unsigned, exponent = _EXPONENTS[array.dtype.name]
-    bits = array.view(unsigned) & unsigned(exponent)
-    return bits.size == 0 or bits.max() < exponent
+    bits = np.atleast_1d(array.view(unsigned))
+    rows = max(1, AT_ONCE * len(bits) // max(1, bits.size))
+    parts = (bits[start : start + rows] & unsigned(exponent) for start in range(0, len(bits), rows))
+    return all(part.max(initial=0) < exponent for part in parts)
 
 
 def not_finite(array: np.ndarray, dtype: np.dtype) -> str:

@@ -161,6 +161,19 @@ def test_logits_that_are_not_finite_are_no_answer(tmp_path):
     assert RowPrograms(*arguments, 1, 2).first_token() == NOT_FINITE
 
 
+def test_an_evaluation_whose_loss_is_not_finite(tmp_path, monkeypatch):
+    from taco_jax.inference import evaluate, perplexity
+
+    library = pytest.importorskip("tokenizers")
+    folder, text = write(tmp_path / "model"), tmp_path / "text"
+    library.Tokenizer(library.models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
+    text.write_text("aaaa")
+    scored = SimpleNamespace(score=lambda settings: SimpleNamespace(loss=float("nan")))
+    monkeypatch.setattr(perplexity, "Evaluation", lambda *_: scored)
+    with pytest.raises(ConfigError, match=f"--model {folder}: the model's logits hold NaN or infinities"):
+        evaluate.perplexity(evaluate.PerplexityConfig(model=str(folder), text=str(text), context=8))
+
+
 def test_tokens_of_logits_that_are_not_finite():
     logits = np.tile(np.float32([-np.inf, 1, 3, 2]), (4, 1))  # as a table's padding is masked
     logits[1, 0], logits[2, 1], logits[3, :] = np.nan, np.inf, -np.inf
