@@ -44,7 +44,6 @@ class Service:
         self.answers = 0
         """Answers that are under way."""
         self._generator, self._room = generator, room
-        self.dtype = generator.settings.dtype
 
     @property
     def trouble(self) -> str | None:
@@ -75,6 +74,10 @@ class Service:
             raise RequestError(str(error), status=503, code="engine_stopped") from None
         self.answers += 1
         return answer
+
+    def why_not_finite(self) -> str:
+        """What is wrong where the model's logits are not finite."""
+        return why_not_finite(self._generator.settings.dtype)
 
     def new_job(self, request: Request, prompt: list[int], seed: int, put) -> Job:
         room = self.longest - len(prompt)
@@ -144,8 +147,7 @@ class Answer:
         if event.end == "failed":
             raise RequestError(self._service.trouble or "the engine failed", status=500, code="engine_stopped")
         if event.end == "not finite":
-            message = why_not_finite(self._service.dtype)
-            raise RequestError(message, status=500, code="not_finite")
+            raise RequestError(self._service.why_not_finite(), status=500, code="not_finite")
         self.completion_tokens += 1
         stream, stops = self._texts[index]
         text = stream.add(event.token) if event.end != "eos" else ""
