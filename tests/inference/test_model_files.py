@@ -208,6 +208,18 @@ def test_the_engine_ends_a_job_whose_logits_are_not_finite():
     engine.stop()
 
 
+def test_a_request_whose_logits_are_not_finite_gets_status_500():
+    from taco_jax.inference.serving.errors import RequestError
+    from taco_jax.inference.serving.jobs import Event
+    from taco_jax.inference.serving.service import Answer, Service
+
+    service, answer = Service.__new__(Service), Answer.__new__(Answer)
+    service._generator, answer._service = SimpleNamespace(settings=SimpleNamespace(dtype="float16")), service
+    with pytest.raises(RequestError, match="logits hold NaN or infinities.*float16 reaches: try dtype bf") as error:
+        answer._delta(0, Event(None, "not finite"))
+    assert error.value.status == 500
+
+
 # Keys of config.json.
 
 
