@@ -12,6 +12,10 @@ int3_4 of `tah4`, whose blocks have 3 or 4 bits, in `tiles.py`.
 A block is a run of the flattened array, or, with block="token", the array's last dim: LLM.int8() (arXiv 2208.07339)
 scales a token's int8 values so. Such a codec is made one with a number as soon as an array is known (`of`).
 
+Values up to 2^127, half of float32's largest, come back; up to 2^127 / B where blocks are rotated, because a rotation
+adds up B values before it scales them; up to a root mean square of 1e18 with the paper's scales, whose mean of squares
+has no room above. A block of larger values may come back as NaN, as one with an infinity does.
+
 Dim letters: M blocks of a message, B elements of a block; leading dims ("...") are separate messages.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     """
     from taco_jax.inference.loading import load_params, open_checkpoint
     from taco_jax.inference.perplexity import Evaluation
+    from taco_jax.inference.sampling import why_not_finite
     from taco_jax.inference.settings import Settings
     from taco_jax.inference.text import missing_tokenizer
     from taco_jax.mesh import make_mesh
@@ -109,6 +111,8 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     results, exact = {}, None
     for codec, each in settings.items():
         score = evaluation.score(each)
+        if exact is None and not math.isfinite(score.loss):
+            raise ConfigError(f"--model {config.model}: {why_not_finite(config.dtype)}")
         exact = exact or score
         results[codec] = describe(score, exact) | {"error_feedback": feedback[codec]}
         print(line(codec, results[codec]), flush=True)

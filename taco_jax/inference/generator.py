@@ -21,7 +21,7 @@ from taco_jax.codec import Codec
 from taco_jax.config import ConfigError
 from taco_jax.inference.loading import Checkpoint, in_memory, load_params, open_checkpoint
 from taco_jax.inference.programs import Programs, bucket
-from taco_jax.inference.sampling import Sampling
+from taco_jax.inference.sampling import NOT_FINITE, Sampling, why_not_finite
 from taco_jax.inference.settings import Settings
 from taco_jax.inference.text import missing_tokenizer
 from taco_jax.mesh import make_mesh
@@ -35,7 +35,8 @@ class Token(NamedTuple):
     """One token of row `row` of the batch.
 
     text: what it adds to the row's text; empty while a character is not whole, for special tokens, and without a
-      tokenizer. end: "eos" or "length" on a row's last token, else None.
+      tokenizer. What a row's last token leaves unfinished is one U+FFFD. end: "eos" or "length" on a row's last token,
+      else None.
     """
 
     row: int
@@ -168,7 +169,8 @@ class Generator:
           sampling: a `Sampling`, or its fields by name: temperature=0.8, top_p=0.9, seed=1. Greedy by default.
 
         Raises:
-          ConfigError: a prompt as of `encode`, or as long as the model's longest sequence; settings out of range.
+          ConfigError: a prompt as of `encode`, or as long as the model's longest sequence; settings out of range;
+            while it runs, logits that are not finite.
         """
         if max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
@@ -220,8 +222,12 @@ class Generator:
             count += len(live)
             self.timing = Timing(compiling, first, time.perf_counter() - start - first, batch, count)
             for row in sorted(live):
+                if ids[row] == NOT_FINITE:
+                    raise ConfigError(f"prompt {row}: {why_not_finite(self.settings.dtype)}")
                 end = "eos" if ids[row] in eos else "length" if step + 1 == left[row] else None
                 text = streams[row].add(ids[row]) if streams[row] and end != "eos" else ""
+                if streams[row] and end:
+                    text += streams[row].flush()
                 if end:
                     live.discard(row)
                 yield Token(row, ids[row], text, end)

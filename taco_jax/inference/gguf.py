@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from taco_jax.config import ConfigError
+from taco_jax.inference import gguf_header
 from taco_jax.inference.templates import Template
-from taco_jax.inference.text import Tokenizer, byte_level_bpe
+from taco_jax.inference.tensors import check_sizes
+from taco_jax.inference.text import CONTROL, PRE, Tokenizer, byte_level_bpe
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig
 
@@ -29,8 +31,34 @@ IN_LAYER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-# Factors of rotary frequencies: a scaling that the decoder does not have, refused below by its keys.
-IGNORED = ("rope_freqs.weight",)
+# Factors of rotary frequencies: a scaling that the decoder does not have, refused below.
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Tokens that llama.cpp ends texts at by their names, because files rarely say that they do.
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
+    "<|eom_id|>",
+)  # fmt: skip
+# Keys of an architecture that change what it computes, and the values at which they change nothing here. All others
+# that are not read below are refused.
+NEUTRAL = {
+    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
+    "attention.sliding_window": (0,), "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_count": (0,),
+    "expert_used_count": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1), "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1), "rope.scale_linear": (0, 1), "rope.scaling.alpha": (0,),
+    "rope.scaling.attn_factor": (0, 1), "rope.scaling.factor": (0, 1), "rope.scaling.type": ("none", "linear"),
+    "rope.scaling.yarn_attn_factor": (0, 1), "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}  # fmt: skip
+READ = {
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "attention.scale", "attention.value_length", "block_count", "context_length", "embedding_length",
+    "feed_forward_length", "rope.dimension_count", "rope.freq_base", "vocab_size",
+}  # fmt: skip
+# Said of scaled positions, which are refused, or of what is no part of the forward pass.
+UNUSED = {
+    "pooling_type", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier",
+}  # fmt: skip
 
 
 def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, frozenset[int], Template | None]:
@@ -44,48 +72,71 @@ def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, f
     except ImportError:
         raise ConfigError(f"--model {path}: needs the package gguf: pip install 'taco-jax[gguf]'") from None
     try:
+        gguf_header.check(path)
         reader = gguf.GGUFReader(str(path))
-    except Exception as error:  # ValueError, IndexError, struct.error: whatever a cut-off file leads to
+    except Exception as error:  # ValueError, IndexError, KeyError: whatever a damaged file leads to
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is no complete GGUF file ({reason}); was it cut off in a download?") from None
     fields = _Fields(path, reader)
-    kind = fields.get("general.architecture")
+    kind = fields.get("general.architecture", of=str)
     if kind not in ARCHITECTURES:
         raise ConfigError(f"{path}: general.architecture={kind!r}: must be one of {', '.join(ARCHITECTURES)}")
+    if (parts := fields.get("split.count", 1, of=int)) > 1:
+        raise ConfigError(f"{path}: is one of {parts} parts; make one file of them: llama-gguf-split --merge")
     tensors = GGUFTensors(path, reader, gguf.quants.dequantize)
     config = _config(fields, kind, tensors)
+    check_sizes(config, tensors, path)
     if kind == "llama":
         tensors.interleaved = {"self_attn.q_proj": config.n_heads, "self_attn.k_proj": config.n_kv_heads}
-    eos = fields.get("tokenizer.ggml.eos_token_id", None)
-    ends = frozenset([] if eos is None else [int(eos)])
-    return config, tensors, _tokenizer(fields), ends, _template(fields)
+    return config, tensors, _tokenizer(fields), _ends(fields), _template(fields)
 
 
 class _Fields:
+    """The file's keys. `get` raises ConfigError for one that is missing, without a default, or of another type."""
+
     def __init__(self, path: Path, reader: Any):
         self.path, self._reader = path, reader
 
-    def get(self, key: str, *default: Any) -> Any:
+    def names(self, prefix: str) -> list[str]:
+        return sorted(name.removeprefix(prefix) for name in self._reader.fields if name.startswith(prefix))
+
+    def get(self, key: str, *default: Any, of: type = object) -> Any:
         field = self._reader.fields.get(key)
         if field is None and not default:
             raise ConfigError(f"{self.path}: has no key {key}")
-        return default[0] if field is None else field.contents()
+        if field is None:
+            return default[0]
+        try:
+            value = field.contents()
+        except ValueError as error:
+            raise ConfigError(f"{self.path}: {key} cannot be read ({error})") from None
+        fits = isinstance(value, of) or (of is float and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and of in (int, float)):
+            shown = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__} of {len(value)}"
+            name = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(of, of.__name__)
+            raise ConfigError(f"{self.path}: {key}={shown}: must be {name}")
+        return value
 
 
 def _config(fields: _Fields, kind: str, tensors: GGUFTensors) -> ModelConfig:
-    of = lambda key, *default: fields.get(f"{kind}.{key}", *default)
-    if of("rope.scaling.type", "none") != "none" or tensors.ignored:
-        raise ConfigError(f"{fields.path}: has scaled rotary positions; this decoder has only plain ones")
+    of = lambda key, *default, of=int: fields.get(f"{kind}.{key}", *default, of=of)
     names, heads, width = set(tensors.names()), of("attention.head_count"), of("embedding_length")
+    if "embed_tokens.weight" not in names:
+        raise ConfigError(f"{fields.path}: has no tensor token_embd.weight")
+    head_dim = of("attention.key_length", width // max(heads, 1))
+    vocabulary = tensors.shape("embed_tokens.weight")[0]
+    _refuse_unknown(fields, kind, head_dim, vocabulary)
+    if tensors.factors:
+        raise ConfigError(f"{fields.path}: has {tensors.factors[0]}: this decoder has only plain rotary positions")
     try:
         return huggingface.config_from_hf(
             {
-                "model_type": kind, "vocab_size": tensors.shape("embed_tokens.weight")[0], "hidden_size": width,
+                "model_type": kind, "vocab_size": vocabulary, "hidden_size": width,
                 "num_hidden_layers": of("block_count"), "num_attention_heads": heads,
-                "num_key_value_heads": of("attention.head_count_kv", heads),
-                "head_dim": of("attention.key_length", width // heads),
+                "num_key_value_heads": of("attention.head_count_kv", heads), "head_dim": head_dim,
                 "intermediate_size": of("feed_forward_length"), "hidden_act": "silu",
-                "rms_norm_eps": of("attention.layer_norm_rms_epsilon"), "rope_theta": of("rope.freq_base", 10_000.0),
+                "rms_norm_eps": of("attention.layer_norm_rms_epsilon", of=float),
+                "rope_theta": of("rope.freq_base", 10_000.0, of=float),
                 "max_position_embeddings": of("context_length"), "tie_word_embeddings": "lm_head.weight" not in names,
                 "attention_bias": kind == "llama" and "layers.0.self_attn.o_proj.bias" in names,
             }
@@ -94,13 +145,39 @@ def _config(fields: _Fields, kind: str, tensors: GGUFTensors) -> ModelConfig:
         raise ConfigError(f"{fields.path}: {error}") from None
 
 
+def _refuse_unknown(fields: _Fields, kind: str, head_dim: int, vocabulary: int) -> None:
+    """Raises ConfigError for a key that changes the model and that nobody reads."""
+    allowed = NEUTRAL | {
+        "attention.value_length": (head_dim,),
+        "rope.dimension_count": (head_dim,),
+        "vocab_size": (vocabulary,),
+    }
+    unscaled = fields.get(f"{kind}.rope.scaling.type", None) == "none"  # llama.cpp then reads no factor
+    for name in fields.names(f"{kind}."):
+        key = f"{kind}.{name}"
+        if name == "attention.scale":  # 0 is the usual one, 1 / sqrt(head_dim)
+            value = fields.get(key, of=float)
+            if value and abs(value * head_dim**0.5 - 1) > 1e-3:
+                raise ConfigError(f"{fields.path}: {key}={value}: this decoder has only {head_dim**-0.5:.6g}")
+        elif name in allowed:
+            value = fields.get(key)
+            factor = unscaled and name in ("rope.scaling.factor", "rope.scale_linear")
+            if value not in allowed[name] and not factor:
+                raise ConfigError(f"{fields.path}: {key}={value!r}: this decoder has only {key}={allowed[name][0]!r}")
+        elif name not in READ | UNUSED:
+            raise ConfigError(f"{fields.path}: has the key {key}, whose meaning is not known here")
+
+
 class GGUFTensors:
-    """The file's tensors under their Hugging Face names. interleaved: {part of a name: heads} whose rows are turned."""
+    """The file's tensors under their Hugging Face names. interleaved: {part of a name: heads} whose rows are turned.
+
+    factors: the names of those that scale rotary positions.
+    """
 
     def __init__(self, path: Path, reader: Any, dequantize: Any):
         self._path, self._dequantize = path, dequantize
-        self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors if tensor.name not in IGNORED}
-        self.ignored = len(reader.tensors) - len(self._tensors)
+        self.factors = [tensor.name for tensor in reader.tensors if tensor.name in FACTORS]
+        self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors if tensor.name not in FACTORS}
         self.interleaved: dict[str, int] = {}
         self._whole = functools.lru_cache(maxsize=1)(self._read)
 
@@ -135,7 +212,7 @@ def _name(theirs: str) -> str:
     """ "blk.3.attn_q.weight" -> "layers.3.self_attn.q_proj.weight"; what is unknown stays, and is refused later."""
     stem, _, last = theirs.rpartition(".")
     if stem.startswith("blk."):
-        _, layer, part = stem.split(".", 2)
+        _, layer, part = (*stem.split(".", 2), "")[:3]
         return f"layers.{layer}.{IN_LAYER.get(part, part)}.{last}"
     return f"{TOP.get(stem, stem)}.{last}"
 
@@ -146,21 +223,37 @@ def _tokenizer(fields: _Fields) -> Tokenizer | None:
         import tokenizers  # noqa: F401
     except ImportError:
         return None
-    kind = fields.get("tokenizer.ggml.model")
+    kind = fields.get("tokenizer.ggml.model", of=str)
     if kind != "gpt2":
         raise ConfigError(f"{fields.path}: tokenizer.ggml.model={kind!r}: only gpt2 (byte-level BPE) is read from GGUF")
-    of = lambda key, *default: fields.get(f"tokenizer.ggml.{key}", *default)
-    bos = of("bos_token_id") if of("add_bos_token", False) else None
+    of = lambda key, *default, of: fields.get(f"tokenizer.ggml.{key}", *default, of=of)
+    for key in ("add_sep_token", "normalizer.lowercase", "normalizer.strip_accents", "suppress_tokens"):
+        if value := of(key, None, of=object):
+            raise ConfigError(f"{fields.path}: tokenizer.ggml.{key}={value!r}: this tokenizer has it not")
+    pre = of("pre", "default", of=str)
+    puts_bos = of("add_bos_token", pre in PRE and PRE[pre].bos, of=bool)
+    before = [of("bos_token_id", of=int)] if puts_bos else []
+    after = [of("eos_token_id", of=int)] if of("add_eos_token", False, of=bool) else []
+    lists = of("tokens", of=list), of("merges", of=list), of("token_type", of=list)
     try:
-        return byte_level_bpe(of("tokens"), of("merges"), of("token_type"), of("pre", "default"), bos)
+        return byte_level_bpe(*lists, pre, before, after)
     except ValueError as error:
         raise ConfigError(f"{fields.path}: {error}") from None
 
 
+def _ends(fields: _Fields) -> frozenset[int]:
+    """The ids that a text or a turn ends with, as in llama.cpp: those of the keys, and those of ENDS by their names."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    ids = {fields.get(key, None, of=int) for key in keys} - {None}
+    tokens, types = (fields.get(f"tokenizer.ggml.{key}", [], of=list) for key in ("tokens", "token_type"))
+    named = {i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL and token in ENDS}
+    return frozenset(ids | named)
+
+
 def _template(fields: _Fields) -> Template | None:
-    source = fields.get("tokenizer.chat_template", None)
+    source = fields.get("tokenizer.chat_template", None, of=str)
     if source is None:
         return None
-    words = fields.get("tokenizer.ggml.tokens", [])
-    ids = {name: fields.get(f"tokenizer.ggml.{name}_id", None) for name in ("bos_token", "eos_token")}
+    words = fields.get("tokenizer.ggml.tokens", [], of=list)
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_id", None, of=int) for name in ("bos_token", "eos_token")}
     return Template(source, {name: words[i] for name, i in ids.items() if i is not None and i < len(words)})

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.finite import finite, not_finite
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, valid_tp
 from taco_jax.models.params import init_params, param_specs
@@ -37,7 +38,8 @@ class InMemory:
         """On the mesh, cut over its axis tp, in the types of `load_params`.
 
         Raises:
-          ConfigError: a tensor that is missing, left over, of another shape than the config says, or no float.
+          ConfigError: a tensor that is missing, left over, of another shape than the config says, no float, or not
+            finite.
         """
         tp = mesh.shape["tp"]
         make = functools.partial(init_params, config, tp=tp)
@@ -52,7 +54,19 @@ class InMemory:
         put = lambda path, shape, target, sharding: _put(
             name_of(path), given[name_of(path)], shape.shape, target, sharding, config
         )
-        return jax.tree_util.tree_map_with_path(put, shapes, targets, shardings)
+        placed = jax.tree_util.tree_map_with_path(put, shapes, targets, shardings)
+        # Arrays of the host were looked at one by one.
+        on_devices = {name: leaf for name, leaf in by_name(placed).items() if isinstance(given[name], jax.Array)}
+        for name, good in (jax.device_get(_all_finite(on_devices)) if on_devices else {}).items():
+            if not good:
+                was = np.asarray(jax.device_get(given[name]))
+                raise ConfigError(f"params: the tensor {name!r} {not_finite(was, on_devices[name].dtype)}")
+        return placed
+
+
+@jax.jit
+def _all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda array: jnp.isfinite(array).all(), arrays)
 
 
 def stored_dtype(path, leaf, dtype) -> np.dtype:
@@ -92,7 +106,10 @@ def _put(name: str, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, sharding
         more = "" if dim is None else f" (dim {dim} may be padded for a number of ranks, such as {shape[dim]})"
         raise ConfigError(f"params: the tensor {name!r} has shape {list(have)}, the config needs {list(real)}{more}")
     module = jnp if isinstance(leaf, jax.Array) else np
-    kept = leaf[tuple(slice(size) for size in real)].astype(dtype)
+    with np.errstate(over="ignore"):
+        kept = leaf[tuple(slice(size) for size in real)].astype(dtype)
+    if isinstance(kept, np.ndarray) and not finite(kept):
+        raise ConfigError(f"params: the tensor {name!r} {not_finite(np.asarray(leaf), dtype)}")
     padding = [(0, size - n) for size, n in zip(shape, real)]
     whole = module.pad(kept, padding) if any(after for _, after in padding) else kept
     return jax.device_put(whole, sharding)

@@ -10,7 +10,6 @@ So no device and no moment needs the whole model: beside what lies on the device
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.finite import finite, not_finite
 from taco_jax.inference.in_memory import InMemory
-from taco_jax.inference.templates import Template, read_template
-from taco_jax.inference.tensors import SafetensorsFolder, Tensors
+from taco_jax.inference.json_files import read_object
+from taco_jax.inference.templates import Template, read_template, special_tokens
+from taco_jax.inference.tensors import SafetensorsFolder, Tensors, check_sizes
 from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
+from taco_jax.inference.wrong_paths import is_run, no_model
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source
@@ -54,20 +56,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         from taco_jax.inference import gguf
 
         return Checkpoint(path, *gguf.open_file(path))
-    if not path.is_dir():
-        raise ConfigError(
-            f"--model {path}: must be a Hugging Face folder (config.json, tokenizer.json, *.safetensors) or a .gguf "
-            f"file; there is {'a file of another kind' if path.exists() else 'nothing'}"
-        )
-    described = _json(path / "config.json")
+    if (not (path / "config.json").is_file() or is_run(path)) and (why := no_model(path)):
+        raise ConfigError(f"--model {path}: {why}")
+    described = read_object(path / "config.json")
     try:
         config = huggingface.config_from_hf(described)
     except KeyError as error:
         raise ConfigError(f"{path / 'config.json'}: has no key {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    tensors = SafetensorsFolder(path)
+    check_sizes(config, tensors, path / "config.json")
+    if config.tied_head and _two_tables(tensors):
+        config = dataclasses.replace(config, tied_head=False)
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    return Checkpoint(path, config, SafetensorsFolder(path), tokenizer, _eos(path, described), read_template(path))
+    return Checkpoint(path, config, tensors, tokenizer, _eos(path, described, tokenizer), read_template(path))
 
 
 def in_memory(
@@ -156,9 +159,13 @@ class _Reader:
         if any(start == stop for start, stop in there):
             return out
         for layer in layers:
-            piece = self.tensors.read(self.names[self.source.names[layer]], tuple(self._turned(taken)))
+            name = self.names[self.source.names[layer]]
+            piece = self.tensors.read(name, tuple(self._turned(taken)))
             at = (layer - bounds[0][0], *place) if self.source.stacked else place
-            out[at] = (piece.T if self.source.out_in else piece).astype(dtype)
+            with np.errstate(over="ignore"):
+                out[at] = (piece.T if self.source.out_in else piece).astype(dtype)
+            if not finite(out[at]):
+                raise ConfigError(f"{self.tensors.where(name)}: the tensor {name!r} {not_finite(piece, dtype)}")
         return out
 
     def _one(self, dims):
@@ -177,20 +184,33 @@ def _real_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
     return tuple(config.vocab_size if d == dim else size for d, size in enumerate(shape))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a model's folder must have it") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON file ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not a {type(content).__name__}")
-    return content
+def _two_tables(tensors: Tensors) -> bool:
+    """Whether a checkpoint whose head is tied holds two tables that differ: then, as in transformers, it is not tied.
+
+    Some rows are compared: tables that training let drift apart differ in all of them.
+    """
+    names = list(tensors.names())
+    embed = next((name for name in names if name.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    if embed is None or "lm_head.weight" not in names or tensors.shape(embed) != tensors.shape("lm_head.weight"):
+        return False
+    rows = tensors.shape(embed)[0]
+    some = [slice(row, row + 1) for row in sorted({rows * i // 64 for i in range(64)})]
+    same = lambda row: np.array_equal(tensors.read(embed, (row,)), tensors.read("lm_head.weight", (row,)))
+    return not all(map(same, some))
 
 
-def _eos(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json has the last word: instruction-tuned models end their turns by more ids there."""
-    extra = folder / "generation_config.json"
-    ids = (_json(extra) if extra.is_file() else {}).get("eos_token_id", config.get("eos_token_id"))
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+def _eos(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The ids that any of the files says a text ends with: models end their turns by other ids than their texts."""
+    ids: set[int] = set()
+    generation = folder / "generation_config.json"
+    sources = (folder / "config.json", config), (generation, read_object(generation, needed=False))
+    for path, content in sources:
+        said = content.get("eos_token_id")
+        listed = [] if said is None else said if isinstance(said, list) else [said]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+            raise ConfigError(f"{path}: eos_token_id={said!r}: must be a token id, or a list of them")
+        ids.update(listed)
+    text = special_tokens(folder).get("eos_token")
+    if tokenizer is not None and text is not None and (token := tokenizer.id_of(text)) is not None:
+        ids.add(token)
+    return frozenset(ids)

@@ -17,6 +17,16 @@ import numpy as np
 
 from taco_jax.config import ConfigError
 
+NOT_FINITE = -1
+"""The token id that stands for logits of which one is NaN or infinite: nothing can be drawn from them."""
+
+
+def why_not_finite(dtype: str) -> str:
+    """What a user can do where the model's logits are not finite."""
+    other = "its weights, norm_eps or rope_theta are damaged"
+    other += ", or its activations are beyond what float16 reaches: try dtype bfloat16" if dtype == "float16" else ""
+    return f"the model's logits hold NaN or infinities; {other}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -64,11 +74,15 @@ class Rows(NamedTuple):
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    """Token ids int32[B]: the most likely ones; NOT_FINITE as of `sample`."""
+    return _checked(logits_BV, jnp.argmax(logits_BV, axis=-1).astype(jnp.int32))
 
 
 def sample(logits_BV: jax.Array, positions_B: jax.Array, rows: Rows) -> jax.Array:
-    """Token ids int32[B], drawn as each row says; `positions_B` are where the tokens will stand."""
+    """Token ids int32[B], drawn as each row says; `positions_B` are where the tokens will stand.
+
+    A row whose logits hold NaN or an infinity gets NOT_FINITE.
+    """
 
     def one(logits_V, position, temperature, top_k, top_p, seed):
         # A greedy row's logits stay as they are: divided, two of them could become equal.
@@ -81,4 +95,9 @@ def sample(logits_BV: jax.Array, positions_B: jax.Array, rows: Rows) -> jax.Arra
         drawn = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), scaled_V)
         return jnp.where(temperature == 0, ids_V[0], ids_V[drawn]).astype(jnp.int32)
 
-    return jax.vmap(one)(logits_BV, positions_B, *rows)
+    return _checked(logits_BV, jax.vmap(one)(logits_BV, positions_B, *rows))
+
+
+def _checked(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    good_B = jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)  # NaN is neither
+    return jnp.where(good_B, tokens_B, NOT_FINITE)

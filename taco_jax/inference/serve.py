@@ -85,6 +85,7 @@ def _start(config: ServeConfig, service):
     """(service, engine) with the model loaded and all programs compiled."""
     import jax
 
+    from taco_jax.inference.sampling import NOT_FINITE, why_not_finite
     from taco_jax.inference.serving.engine import Engine
     from taco_jax.inference.serving.programs import RowPrograms
     from taco_jax.inference.text import missing_tokenizer
@@ -100,6 +101,7 @@ def _start(config: ServeConfig, service):
     programs = RowPrograms(generator.config, generator.settings, generator.mesh, params, config.batch, longest)
     try:
         programs.compile()
+        first = programs.first_token()
         engine = Engine(programs, config.queue)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -108,6 +110,8 @@ def _start(config: ServeConfig, service):
             f"batch={config.batch}, max_length={longest}: the device's memory does not hold the model, a cache of "
             f"{programs.cache_bytes / 1e6:.1f} MB and what programs need; make them smaller, or tp larger"
         ) from None
+    if first == NOT_FINITE:
+        raise ConfigError(f"--model {config.model}: {why_not_finite(config.dtype)}")
     say(
         f"compiled in {programs.compile_seconds:.1f} s: {config.batch} rows of {longest} tokens, their cache "
         f"{programs.cache_bytes / 1e6:.1f} MB a device"

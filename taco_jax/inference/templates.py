@@ -2,16 +2,17 @@
 
 folder/chat_template.jinja               comes first
 folder/tokenizer_config.json             "chat_template", and the special tokens that templates name
+folder/special_tokens_map.json           older folders have these tokens here
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.json_files import read_object
 
 
 class Template(NamedTuple):
@@ -23,16 +24,21 @@ class Template(NamedTuple):
 
 def read_template(folder: Path) -> Template | None:
     """The template of a Hugging Face folder; None where there is none. Raises ConfigError for a damaged file."""
-    config_file, jinja_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    jinja_file = folder / "chat_template.jinja"
+    config = read_object(folder / "tokenizer_config.json", needed=False)
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
         source = jinja_file.read_text(encoding="utf-8") if jinja_file.is_file() else None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: tokenizer_config.json or chat_template.jinja cannot be read ({error})") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{config_file}: must hold a JSON object, not a {type(config).__name__}")
+        raise ConfigError(f"{jinja_file}: cannot be read ({error})") from None
     source = source or _default(config.get("chat_template"))
-    return None if source is None else Template(source, _tokens(config))
+    return None if source is None else Template(source, special_tokens(folder))
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of a folder's special tokens by their names: {"eos_token": "</s>", ...}."""
+    files = ("special_tokens_map.json", "tokenizer_config.json")
+    older, newer = (_tokens(read_object(folder / file, needed=False)) for file in files)
+    return older | newer
 
 
 def _default(value: Any) -> str | None:

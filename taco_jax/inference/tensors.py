@@ -1,12 +1,11 @@
 """The tensors of a checkpoint in safetensors files, read piece by piece: nothing is in memory but what was asked for.
 
-folder/model.safetensors                                     one file
+folder/model.safetensors                                     one file; an index beside it is not looked at
 folder/model.safetensors.index.json, model-0000i-of-n...     several, and which tensor is in which
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.json_files import read_object
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.huggingface import BUFFERS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
@@ -33,6 +35,21 @@ class Tensors(Protocol):
         """That part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
 
 
+def check_sizes(config: ModelConfig, tensors: Tensors, where: Path) -> None:
+    """Raises ConfigError for sizes that the files cannot hold, before anything of those sizes is made."""
+    names = list(tensors.names())
+    if config.n_layers > len(names):
+        raise ConfigError(f"{where}: says {config.n_layers} layers, but the files hold {len(names)} tensors in all")
+    largest = max((size for name in names for size in tensors.shape(name)), default=0)
+    for said, size in (
+        ("a vocabulary of", config.vocab_size), ("a width of", config.d_model), ("an mlp width of", config.d_mlp),
+        ("heads that are together as wide as", config.n_heads * config.head_dim),
+        ("positions up to", config.max_length if config.positions == "learned" else 0),
+    ):  # fmt: skip
+        if size > largest:
+            raise ConfigError(f"{where}: says {said} {size}, but the largest dimension of any tensor is {largest}")
+
+
 class SafetensorsFolder:
     """The tensors of a folder. Raises ConfigError for files that are missing, cut off or not what the index says."""
 
@@ -43,7 +60,8 @@ class SafetensorsFolder:
             raise ConfigError(f"--model {folder}: needs safetensors: pip install 'taco-jax[inference]'") from None
         self._error, self._files, self._of = SafetensorError, {}, {}
         index = folder / INDEX
-        listed = _listed(index) if index.is_file() else None
+        # As transformers does: shards beside the single file are of another download.
+        listed = _listed(index) if index.is_file() and not (folder / SINGLE).is_file() else None
         for file in [SINGLE] if listed is None else sorted(set(listed.values())):
             path = folder / file
             if not path.is_file():
@@ -53,7 +71,14 @@ class SafetensorsFolder:
                 self._files[file] = safe_open(path, "np")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: {_cut_off(error)}") from None
-            self._of |= dict.fromkeys(self._files[file].keys(), file)
+            names = self._files[file].keys()
+            unnamed = [] if listed is None else [name for name in names if name not in listed]
+            if unnamed := [name for name in unnamed if not name.endswith(BUFFERS)]:
+                raise ConfigError(
+                    f"{path}: holds the tensor {unnamed[0]!r}, which {INDEX} does not name; are the files of one "
+                    "download?"
+                )
+            self._of |= dict.fromkeys(names, file)
         for name, file in (listed or {}).items():
             if self._of.get(name) != file:
                 found = f"which is in {self._of[name]}" if name in self._of else "which no file holds"
@@ -86,10 +111,14 @@ class SafetensorsFolder:
 
 
 def _listed(index: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(index.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{index}: is no index of a sharded checkpoint ({type(error).__name__}: {error})") from None
+    """{tensor: file} of an index."""
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ConfigError(f"{index}: is no index of a sharded checkpoint: weight_map must name each tensor's file")
+    for name, file in listed.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\\" in file:
+            raise ConfigError(f"{index}: weight_map[{name!r}]={file!r}: must be the name of a file in the same folder")
+    return listed
 
 
 def _cut_off(error: Exception) -> str:

@@ -6,10 +6,12 @@ Ready-made shapes are in `taco_jax.models.presets`. Nothing here needs a JAX bac
 from __future__ import annotations
 
 import dataclasses
+import math
 
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+LARGEST_SIZE = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +62,24 @@ class ModelConfig:
     def __post_init__(self):
         for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp", "max_length"):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{key}={value!r}: must be an integer of at least 1")
+            if value > LARGEST_SIZE:
+                shown = value if value < 10**30 else f"a number of {value.bit_length()} bits"
+                raise ValueError(f"{key}={shown}: must be at most {LARGEST_SIZE}")
         for key, allowed in (("norm", NORMS), ("positions", POSITIONS), ("activation", ACTIVATIONS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)!r}: must be one of {', '.join(allowed)}")
         if self.n_heads % self.n_kv_heads:
-            near = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
+            small = [k for k in range(1, math.isqrt(self.n_heads) + 1) if self.n_heads % k == 0]
+            near = sorted({*small, *(self.n_heads // k for k in small)})
             raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; try {_listed(near)}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even with positions='rope'; try {self.head_dim + 1}")
+        for key, least, below, usual in (("norm_eps", 0, 1, 1e-6), ("rope_theta", 1, math.inf, 10_000.0)):
+            value = getattr(self, key)
+            if isinstance(value, int | float) and not least <= value < below:  # NaN is not either
+                raise ValueError(f"{key}={value!r}: must be at least {least} and below {below}, such as {usual}")
 
 
 def _problems(config: ModelConfig, tp: int) -> list[str]:

@@ -73,7 +73,7 @@ LLAMA = [
 HEAD = _Row("lm_head.weight", ("head/kernel",), out_in=True)
 
 # Buffers that some checkpoints carry although they hold no weights.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _ACTIVATIONS = {name: name for name in ("gelu", "relu", "silu")} | {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -84,64 +84,107 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json` of model_type gpt2, llama, qwen2 or qwen3.
 
     Raises:
-        ValueError: another model_type, or a feature that the decoder does not have (scaled rotary positions, a sliding
-          window, another activation).
+        KeyError: a size that is not there.
+        ValueError: another model_type, a feature that the decoder does not have (scaled rotary positions, a sliding
+          window, another activation), a value of another type or out of range.
     """
     kind = hf.get("model_type")
+    if kind not in ("gpt2", "llama", "qwen2", "qwen3"):
+        raise ValueError(f"model_type={kind!r}: must be one of gpt2, llama, qwen2, qwen3")
+    for key, neutral in NEUTRAL.items():
+        _require(key, hf.get(key, neutral), neutral, None)
     if kind == "gpt2":
         return _gpt2_config(hf)
-    if kind not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"model_type={kind!r}: must be one of gpt2, llama, qwen2, qwen3")
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    _require("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
-    _require("use_sliding_window", bool(hf.get("use_sliding_window")), False)
-    heads = hf["num_attention_heads"]
-    attention_bias = bool(hf.get("attention_bias", False))
+    theta = _plain_rope(hf)
+    _require("use_sliding_window", _get(hf, "use_sliding_window", bool, False), False)
+    for i, layer in enumerate(_get(hf, "layer_types", list, [])):
+        _require(f"layer_types[{i}]", layer, "full_attention")
+    heads, width = _get(hf, "num_attention_heads", int), _get(hf, "hidden_size", int)
+    attention_bias = _get(hf, "attention_bias", bool, False)
     return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        d_model=hf["hidden_size"],
-        n_layers=hf["num_hidden_layers"],
+        vocab_size=_get(hf, "vocab_size", int),
+        d_model=width,
+        n_layers=_get(hf, "num_hidden_layers", int),
         n_heads=heads,
-        n_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        d_mlp=hf["intermediate_size"],
+        n_kv_heads=_get(hf, "num_key_value_heads", int, heads),
+        head_dim=_get(hf, "head_dim", int, width // max(heads, 1)),
+        d_mlp=_get(hf, "intermediate_size", int),
         norm="rmsnorm",
-        norm_eps=hf["rms_norm_eps"],
+        norm_eps=_get(hf, "rms_norm_eps", float),
         positions="rope",
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
-        max_length=hf["max_position_embeddings"],
-        activation=_activation(hf["hidden_act"]),
+        rope_theta=theta,
+        max_length=_get(hf, "max_position_embeddings", int),
+        activation=_activation(_get(hf, "hidden_act", str)),
         gated_mlp=True,
         qkv_bias=kind == "qwen2" or attention_bias,
         out_bias=kind != "qwen2" and attention_bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=_get(hf, "mlp_bias", bool, False),
         qk_norm=kind == "qwen3",
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
+        tied_head=_get(hf, "tie_word_embeddings", bool, False),
     )
 
 
 def _gpt2_config(hf: Mapping[str, Any]) -> ModelConfig:
     for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         _require(key, hf.get(key, value), value)
+    width, heads = _get(hf, "n_embd", int), _get(hf, "n_head", int)
     return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        d_model=hf["n_embd"],
-        n_layers=hf["n_layer"],
-        n_heads=hf["n_head"],
-        n_kv_heads=hf["n_head"],
-        head_dim=hf["n_embd"] // hf["n_head"],
-        d_mlp=hf.get("n_inner") or 4 * hf["n_embd"],
+        vocab_size=_get(hf, "vocab_size", int),
+        d_model=width,
+        n_layers=_get(hf, "n_layer", int),
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=width // max(heads, 1),
+        d_mlp=_get(hf, "n_inner", int, 4 * width),
         norm="layernorm",
-        norm_eps=hf["layer_norm_epsilon"],
+        norm_eps=_get(hf, "layer_norm_epsilon", float),
         positions="learned",
-        max_length=hf["n_positions"],
-        activation=_activation(hf["activation_function"]),
+        max_length=_get(hf, "n_positions", int),
+        activation=_activation(_get(hf, "activation_function", str)),
         gated_mlp=False,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied_head=bool(hf.get("tie_word_embeddings", True)),
+        tied_head=_get(hf, "tie_word_embeddings", bool, True),
     )
+
+
+NEUTRAL = {
+    "is_causal": True, "use_bidirectional_attention": False, "add_cross_attention": False,
+    "is_encoder_decoder": False, "partial_rotary_factor": 1, "rotary_pct": 1, "attention_multiplier": None,
+    "attention_scale": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1, "logit_scale": 1,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "clip_qkv": None, "quantization_config": None,
+}  # fmt: skip
+"""Keys of config.json that change what a model computes and that the decoder has not, with the value that changes
+nothing; null does neither. Keys that transformers does not read for these models are not looked at."""
+
+
+def _plain_rope(hf: Mapping[str, Any]) -> float:
+    """The base of the rotary wavelengths. Older files have rope_scaling (with "type") and rope_theta beside it."""
+    theta = _get(hf, "rope_theta", float, 10_000.0)
+    for key in ("rope_parameters", "rope_scaling"):  # the last has the last word, as in transformers
+        rope = _get(hf, key, dict, {})
+        for name in ("rope_type", "type"):
+            _require(name, rope.get(name, "default"), "default", None)
+        for name, value in rope.items():
+            if name == "partial_rotary_factor":
+                _require(f"{key}.{name}", value, 1, None)
+            elif name not in ("rope_type", "type", "rope_theta") and value is not None:
+                raise ValueError(f"{key}.{name}={value!r}: this decoder has only plain rotary positions, without it")
+        theta = _get(rope, "rope_theta", float, theta)
+    return theta
+
+
+def _get(hf: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
+    """A value of the type that it must have; null is as good as none where there is a default."""
+    value = hf.get(key) if default else hf[key]
+    if value is None and default:
+        return default[0]
+    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        name = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(kind, kind.__name__)
+        raise ValueError(f"{key}={value!r}: must be {name}")
+    return float(value) if kind is float else value
 
 
 def _activation(name: str) -> str:
@@ -150,9 +193,9 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _require(key: str, value: Any, needed: Any) -> None:
-    if value != needed:
-        raise ValueError(f"{key}={value!r}: this decoder has only {key}={needed!r}")
+def _require(key: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: this decoder has only {key}={allowed[0]!r}")
 
 
 def _table(config: ModelConfig) -> tuple[str, list[_Row]]:
@@ -227,9 +270,11 @@ def match_names(given: Iterable[str], config: ModelConfig) -> dict[str, str]:
         ValueError: arrays that are missing or left over, by name.
     """
     prefix, rows = _table(config)
-    names = {name.removeprefix(prefix): name for name in given if not name.endswith(_BUFFERS)}
+    names = {name.removeprefix(prefix): name for name in given if not name.endswith(BUFFERS)}
     if config.tied_head:
-        names.pop("lm_head.weight", None)
+        head = names.pop("lm_head.weight", None)
+        if head is not None:  # one name of a tied table is enough, whichever a writer kept
+            names.setdefault(rows[0].theirs, head)
     expected = {name for row in rows for name in _names(row, config)}
     missing, extra = sorted(expected - names.keys()), sorted(names.keys() - expected)
     if missing or extra:

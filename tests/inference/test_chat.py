@@ -67,7 +67,7 @@ def test_where_a_template_is_found(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("four")
     assert read_template(tmp_path) == ("four", TOKENS)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="tokenizer_config.json or chat_template.jinja cannot be read"):
+    with pytest.raises(ConfigError, match="tokenizer_config.json: is no JSON file"):
         read_template(tmp_path)
 
 

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from taco_jax.inference.programs import bucket
+from taco_jax.inference.sampling import NOT_FINITE
 from taco_jax.inference.serving.jobs import Event, Job
 from taco_jax.inference.serving.programs import RowPrograms
 
@@ -174,9 +175,11 @@ class Engine:
                     continue
                 job.received += 1
                 end = "eos" if tokens[row] in job.eos else "length" if job.received == job.max_tokens else None
+                if tokens[row] == NOT_FINITE:
+                    end = "not finite"
                 if end:
                     self._drop(job)
-            job.put(Event(tokens[row], end))
+            job.put(Event(None if end == "not finite" else tokens[row], end))
 
     def _drop(self, job: Job) -> None:
         job.done = True

@@ -12,7 +12,8 @@ from taco_jax.inference.sampling import Rows
 
 
 class Event(NamedTuple):
-    """A token of a job. end: "eos" or "length" on its last, "failed" (without a token) where the engine stopped."""
+    """A token of a job. end: "eos" or "length" on its last; without a token "failed" where the engine stopped, and
+    "not finite" where the model's logits are."""
 
     token: int | None
     end: str | None

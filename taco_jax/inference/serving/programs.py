@@ -65,6 +65,13 @@ class RowPrograms(Programs):
         for all_greedy in (True, False):
             self.step(greedy=all_greedy)
 
+    def first_token(self) -> int:
+        """The token after a prompt of one: NOT_FINITE for a model that can answer nothing."""
+        state, cache = self.empty()
+        prompt = np.zeros((1, self.lengths()[0]), np.int32), np.array([1, 0], np.int32), Sampling().rows(1)
+        state, _ = self.insert(self.lengths()[0])(self.params, state, cache, *self.put(prompt))
+        return int(np.asarray(state.tokens)[0])
+
     @property
     def cache_bytes(self) -> int:
         """Of one device."""

@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.generator import Generator
+from taco_jax.inference.sampling import why_not_finite
 from taco_jax.inference.serving.chat import Chat
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
 from taco_jax.inference.serving.errors import RequestError
@@ -73,6 +74,10 @@ class Service:
             raise RequestError(str(error), status=503, code="engine_stopped") from None
         self.answers += 1
         return answer
+
+    def why_not_finite(self) -> str:
+        """What is wrong where the model's logits are not finite."""
+        return why_not_finite(self._generator.settings.dtype)
 
     def new_job(self, request: Request, prompt: list[int], seed: int, put) -> Job:
         room = self.longest - len(prompt)
@@ -141,9 +146,12 @@ class Answer:
     def _delta(self, index: int, event: Event) -> Delta:
         if event.end == "failed":
             raise RequestError(self._service.trouble or "the engine failed", status=500, code="engine_stopped")
+        if event.end == "not finite":
+            raise RequestError(self._service.why_not_finite(), status=500, code="not_finite")
         self.completion_tokens += 1
         stream, stops = self._texts[index]
-        text = stops.add(stream.add(event.token) if event.end != "eos" else "")
+        text = stream.add(event.token) if event.end != "eos" else ""
+        text = stops.add(text + stream.flush() if event.end else text)
         if stops.stopped:
             self._service.engine.cancel(self.jobs[index])
             return Delta(index, text, "stop")
