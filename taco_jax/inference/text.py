@@ -27,6 +27,11 @@ class Tokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
+    @property
+    def library(self) -> Any:
+        """The `tokenizers.Tokenizer`."""
+        return self._tokenizer
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one).
 
