@@ -109,11 +109,10 @@ def error(answer: bytes) -> tuple[int, str, str]:
     return int(head.split()[1]), content["code"], content["message"]
 
 
-@pytest.mark.parametrize("sent, part", [(b"", "headers"), (HEAD, "headers"), (BODY, "body")])
-def test_half_a_request_has_its_time(start, sent, part):
-    server = start(head=0.2, body=0.2)
-    status, code, message = error(rest(server.connect(sent)))
-    assert (status, code) == (408, "request_timeout") and f"the request's {part} did not come within 0.2 s" in message
+@pytest.mark.parametrize("sent", [b"", HEAD, BODY], ids=["nothing", "headers", "body"])
+def test_half_a_request_has_its_time(start, sent):
+    server = start(**{"body" if sent == BODY else "head": 0.2})
+    assert rest(server.connect(sent)) == b"" and not server.connections.open
     server.connections.limits.head = FOREVER
     assert server.is_up()
 
@@ -141,7 +140,7 @@ def test_whole_requests_have_no_deadline_and_the_next_of_a_connection_has_one(st
         received += connection.recv(1000)
     assert received.startswith(b"HTTP/1.1 200") and b"yes" in received
     connection.sendall(HEAD)
-    assert error(rest(connection))[:2] == (408, "request_timeout")
+    assert rest(connection) == b""
 
 
 def test_a_client_that_reads_nothing_is_given_up(start):

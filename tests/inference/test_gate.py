@@ -76,6 +76,29 @@ def test_without_the_key_nothing_but_health_is_answered(value, message):
     assert ask("/health", headers, key="secret").text == "yes"
 
 
+def test_a_body_is_read_before_the_answer_and_not_for_ever(monkeypatch):
+    def refused(parts: list[dict]) -> int:
+        """How many parts of a body are read before the request is refused."""
+        sent, left = [], list(parts)
+
+        async def receive():
+            return left.pop(0)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        asyncio.run(Gate(_yes, key="secret")(scope, receive, send))
+        assert sent[0]["status"] == 401
+        return len(parts) - len(left)
+
+    part = {"type": "http.request", "body": b"a" * 10, "more_body": True}
+    assert refused([part, part, part | {"more_body": False}, part]) == 3
+    assert refused([part, {"type": "http.disconnect"}, part]) == 2
+    monkeypatch.setattr(gate, "MOST_DISCARDED", 30)
+    assert refused([part] * 9) == 4
+
+
 def test_the_key_is_compared_in_constant_time(monkeypatch):
     compared, real = [], hmac.compare_digest
     monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))

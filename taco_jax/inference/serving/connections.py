@@ -1,8 +1,9 @@
 """Connections below HTTP: deadlines, a limit, and the end of those that a draining server need not wait for.
 
 Who connects and says nothing, or half a request, has `Limits.head` seconds for the headers and `Limits.body` for the
-body. At most `Limits.most` connections are open: one more closes the one that has been without a whole request for
-longest, so that clients who send theirs get in; only where all of them wait for answers is the new one refused.
+body; then the connection is closed without a word. At most `Limits.most` connections are open: one more closes the one
+that has been without a whole request for longest, so that clients who send theirs get in; only where all of them wait
+for answers is the new one refused.
 """
 
 from __future__ import annotations
@@ -177,15 +178,10 @@ class Connection(H11Protocol):
         self._state = state
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late, seconds)
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.give_up)
         self._connections.waiting.pop(self, None)
         if state != "whole":
             self._connections.waiting[self] = None
-
-    def _late(self, seconds: float) -> None:
-        what = "headers" if self._state == "head" else "body"
-        message = f"the request's {what} did not come within {seconds:g} s"
-        self._refuse(RequestError(message, status=408, code="request_timeout"))
 
     def _refuse(self, error: RequestError) -> None:
         """Answers in the place of the app, where it has not begun to, and closes the connection."""
