@@ -4,7 +4,11 @@ import os
 import sys
 import tempfile
 
-from taco_jax import supervisor
+import pytest
+
+from taco_jax import distributed, supervisor
+from taco_jax.config import TrainConfig
+from taco_jax.launchers import Launch
 from taco_jax.supervisor import Reporter
 
 
@@ -40,3 +44,21 @@ def test_a_worker_finds_its_parent(monkeypatch):
         assert os.read(reader, 100) == b"joined\n" and not os.get_inheritable(last_words.fileno())
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("code, want", [(0, ["hush", "shutdown"]), (3, ["own", "hush", "leave 3"])])
+def test_native_words_are_kept_before_the_processes_part(monkeypatch, code, want):
+    calls = []
+
+    class Spy:
+        own = lambda self: calls.append("own")
+        hush = lambda self: calls.append("hush")
+
+    launch = Launch("test", "127.0.0.1", 12345, 1, 2)
+    monkeypatch.setattr(distributed.launchers, "find", lambda _: launch)
+    monkeypatch.setattr(distributed.Reporter, "find", Spy)
+    monkeypatch.setattr(distributed, "start", lambda *_: None)
+    monkeypatch.setattr(distributed, "leave", lambda code: calls.append(f"leave {code}"))
+    monkeypatch.setattr("jax.distributed.shutdown", lambda: calls.append("shutdown"))
+    distributed.run(TrainConfig(), lambda config: code)
+    assert calls[: len(want)] == want

@@ -173,7 +173,8 @@ class Service:
 
     def _chat(self, request: Request) -> tuple[str, dict[str, str]]:
         marked = self._control.mark(request.messages, self.chat.source)
-        return self.chat.prompt(marked.messages, self._most_bytes), marked.marks
+        most = self._most_bytes * (2 if marked.marks else 1)  # a mark has up to three bytes more than what it is for
+        return self.chat.prompt(marked.messages, most), marked.marks
 
     def _chat_ids(self, text: str, marks: dict[str, str], request: Request) -> list[int]:
         ids = lambda part: self._control.encode(part, marks)
