@@ -49,9 +49,11 @@ def run(config: TrainConfig, work: Callable[[TrainConfig], int]) -> int:
         leave(1)
     if code:
         reporter.own()
+        reporter.hush()
         leave(code)
     import jax
 
+    reporter.hush()
     jax.distributed.shutdown()
     return 0
 

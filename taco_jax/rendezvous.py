@@ -12,10 +12,13 @@ STAGES}, {"ended": exit code, "how": words, "own": it said itself why, "killed":
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -27,15 +30,22 @@ STAGES = ("started", "joined", "ready")
 # Reports of one cause arrive within this time: the first to arrive need not be the cause.
 SETTLE_SECONDS = 1.0
 PINGS = 4  # in the time after which silence counts as death
+MAX_LINE = 1 << 16  # bytes; a hello with all settings has a few thousand
+MAX_READS = 16  # of 64 KiB from one connection before the others have their turn
+MAX_STRANGERS = 128  # connections without a hello; beyond the processes that are still to come
+HELLO_SECONDS = 10.0
+MAX_NAME = 100  # characters of a host's name in a message
+MAX_WARNINGS = 5
 ADVICE = "its own output says more; the same command goes on from the last checkpoint"
 
 
 class Line:
-    """One end of a connection: JSON objects, one a line, never blocking."""
+    """One end of a connection: JSON objects, one a line, never blocking. garbled: it has sent what is none."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
-        self.socket, self.open, self.heard = connection, True, time.monotonic()
+        self.socket, self.open, self.begun = connection, True, time.monotonic()
+        self.heard, self.garbled = self.begun, False
         self._received, self._sent = b"", 0.0
 
     def send(self, **message: Any) -> None:
@@ -51,18 +61,24 @@ class Line:
             self.send(ping=1)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has arrived; `open` is false from then on when the other end is closed."""
+        """What has arrived; `open` is false from then on when the other end is closed, or sends too long a line."""
         try:
-            while data := self.socket.recv(1 << 16):
+            for _ in range(MAX_READS):
+                if not (data := self.socket.recv(1 << 16)):
+                    self.open = False
+                    break
                 self._received += data
                 self.heard = time.monotonic()
-            self.open = False
         except BlockingIOError:
             pass
         except OSError:
             self.open = False
         *lines, self._received = self._received.split(b"\n")
-        return [message for line in lines if (message := _parse(line)) is not None]
+        if max(map(len, (*lines, self._received))) > MAX_LINE:
+            self.open, lines, self._received = False, [], b""
+        messages = [_parse(line) for line in lines]
+        self.garbled = self.garbled or None in messages
+        return [message for message in messages if message is not None]
 
     def close(self) -> None:
         self.open = False
@@ -77,11 +93,12 @@ class Hub(threading.Thread):
         self.launch, self.timeout, self.silence = launch, timeout, silence
         self._strangers: list[Line] = []
         self._members: dict[int, _Peer] = {}
+        self._refused: list[str] = []  # why newcomers were
         self._deadline, self._going = time.monotonic() + timeout, False
         self._end: dict[str, Any] | None = None
         self._settled: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._server = _listen(launch.port + 1)
+        self._server = _listen(launch.host, launch.port + 1)
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
 
@@ -108,38 +125,63 @@ class Hub(threading.Thread):
         return self._settled is not None and time.monotonic() > self._settled + seconds
 
     def _accept(self) -> None:
+        most = MAX_STRANGERS + self.launch.processes - len(self._members)
         try:
-            line = Line(self._server.accept()[0])
-            self._selector.register(line.socket, selectors.EVENT_READ)
-            self._strangers.append(line)
-        except OSError:
+            for _ in range(most):
+                line = Line(self._server.accept()[0])
+                self._selector.register(line.socket, selectors.EVENT_READ)
+                self._strangers.append(line)
+        except OSError:  # nobody else is there
             pass
         for line in list(self._strangers):
             messages = line.receive()
-            if messages:
+            if messages and not line.garbled:
                 self._strangers.remove(line)
                 self._welcome(line, messages)
-            elif not line.open:
+            elif not line.open or line.garbled or time.monotonic() > line.begun + HELLO_SECONDS:
                 self._strangers.remove(line)
                 self._forget(line)
+        while len(self._strangers) > most:
+            self._forget(self._strangers.pop(0))
 
     def _welcome(self, line: Line, messages: list[dict[str, Any]]) -> None:
-        hello = messages[0]
-        process, count = hello.get("hello"), self.launch.processes
-        if not isinstance(process, int):
+        hello, count = messages[0], self.launch.processes
+        if not _is_hello(hello):
             self._forget(line)  # not one of ours
             return
-        peer = _Peer(line, f"process {process} of {count} (host {hello.get('host')}, pid {hello.get('pid')})", hello)
-        if process in self._members or hello.get("processes") != count or not 0 <= process < count:
-            other = self._members.get(process)
-            says = f"{peer.name} says that there are {hello.get('processes')}" if other is None else f"{peer.name} "
-            twice = f"and {other.name} have the same number" if other else ""
-            self._say_stop(f"{says}{twice}; every process needs its own number and the same count")
-            line.send(**self._end)
-            return
-        self._members[process] = peer
-        for message in messages[1:]:
-            peer.take(message)
+        process = hello["hello"]
+        peer = _Peer(line, f"process {process} of {count} (host {hello['host']}, pid {hello['pid']})", hello)
+        other, first = self._members.get(process), self._members.get(0)
+        rule = "every process needs its own number and the same count"
+        if hello["processes"] != count or not 0 <= process < count:
+            self._refuse(peer, f"{peer.name} says that there are {hello['processes']}; {rule}")
+        elif other is not None:
+            self._refuse(peer, f"{peer.name} and {other.name} have the same number; {rule}")
+        elif process == 0 and hello["pid"] != os.getpid():
+            self._refuse(peer, f"{peer.name} is not the one that serves this port; {rule}")
+        elif first is not None and (why := peer.differs(first)):
+            self._refuse(peer, why)
+        else:
+            self._members[process] = peer
+            for message in messages[1:]:
+                peer.take(message)
+            if process == 0:
+                self._compare_with(peer)
+
+    def _compare_with(self, first: _Peer) -> None:
+        """Refuses those who came before process 0 with other settings than its."""
+        for process, peer in list(self._members.items()):
+            if why := peer.differs(first):
+                del self._members[process]
+                self._refuse(peer, why)
+
+    def _refuse(self, peer: _Peer, why: str) -> None:
+        """Tells a newcomer, and nobody else: it may be no process of this run."""
+        if len(self._refused) < MAX_WARNINGS:
+            self._refused.append(why)
+            print(f"warning: refused at {self.launch.host}:{self.launch.port + 1}: {why}", file=sys.stderr, flush=True)
+        peer.line.send(stop=why)
+        self._forget(peer.line)
 
     def _watch(self, peer: _Peer) -> None:
         if not peer.line.open:
@@ -170,10 +212,6 @@ class Hub(threading.Thread):
             return
         missing = sorted(set(range(self.launch.processes)) - set(self._members))
         if not self._going and not missing:
-            odd = next((text for p in self._members.values() if (text := p.differs(self._members[0]))), None)
-            if odd:
-                self._say_stop(odd)
-                return
             self._going, self._deadline = True, time.monotonic() + self.timeout
             for peer in self._members.values():
                 peer.line.send(go=1)
@@ -187,8 +225,9 @@ class Hub(threading.Thread):
         there = ", ".join(f"{p} on {self._members[p].hello.get('host')}" for p in sorted(self._members))
         return (
             f"{_processes(missing)} of {self.launch.processes} did not report to {self.launch.host}:"
-            f"{self.launch.port + 1} within {self.timeout:.0f} s (distributed_timeout); {there} did; look whether "
-            f"{'it runs' if len(missing) == 1 else 'they run'} and can reach that address"
+            f"{self.launch.port + 1} within {self.timeout:.0f} s (distributed_timeout); {there} did; "
+            + (f"refused was: {self._refused[0]}; " if self._refused else "")
+            + f"look whether {'it runs' if len(missing) == 1 else 'they run'} and can reach that address"
         )
 
     def _late(self) -> str | None:
@@ -224,23 +263,25 @@ class _Peer:
     def take(self, message: dict[str, Any]) -> None:
         if message.get("stage") in STAGES:
             self.stage = STAGES.index(message["stage"])
-        if "ended" in message:
+        if type(message.get("ended")) is int:
             self.ended = message["ended"]
             if self.ended:
+                how = message.get("how")
                 # An abort and an exception are what a process ends with when its peer has gone.
-                self.fail(1 if message.get("own") else 0 if message.get("killed") else 2, message.get("how", "stopped"))
+                rank = 1 if message.get("own") else 0 if message.get("killed") else 2
+                self.fail(rank, how if isinstance(how, str) else "stopped")
 
     def fail(self, rank: int, how: str) -> None:
         if self.failure is None:
             self.failure = (rank, time.monotonic(), how)
 
     def differs(self, first: _Peer) -> str | None:
-        mine, others = self.hello.get("settings") or {}, first.hello.get("settings") or {}
+        mine, others = self.hello["settings"], first.hello["settings"]
         for key in others:
             if mine.get(key) != others[key]:
                 return (
-                    f"{key}: {self.name} has {mine.get(key)!r}, process 0 {others[key]!r}; give all processes the same "
-                    f"settings"
+                    f"{key}: {self.name} has {_shown(mine.get(key))}, process 0 {_shown(others[key])}; give all "
+                    f"processes the same settings"
                 )
         return None
 
@@ -279,7 +320,7 @@ class Member(Line):
                 selector.register(self.socket, selectors.EVENT_READ)
                 selector.select(seconds)
             self.keep_alive(self.silence)
-            return self.receive()
+            return [m for m in self.receive() if isinstance(m.get("stop", ""), str)]
         time.sleep(seconds)
         return []
 
@@ -289,9 +330,31 @@ class Member(Line):
         return time.monotonic() - self.heard > self.silence
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
+    """Listens on the coordinator's address alone where this machine has it, else on all of its addresses.
+
+    A machine may know its own name as a loopback address (/etc/hosts) that the others do not, and a coordinator behind
+    a service's or a router's address has another one itself: both need all addresses.
+    """
+    for family, _, _, _, address in _own_addresses(host):
+        try:
+            return socket.create_server((address[0], port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024)
+
+
+def _own_addresses(host: str) -> list[tuple]:
+    """What a host's name means, as of getaddrinfo; nothing where that cannot be what others know it by."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    is_loopback = lambda text: ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    named = host.lower() == "localhost" or any(entry[4][0] == host for entry in found)
+    return [entry for entry in found if named or not is_loopback(entry[4][0])]
 
 
 def _processes(numbers: list[int]) -> str:
@@ -302,9 +365,26 @@ def _processes(numbers: list[int]) -> str:
     return f"processes {shown}"
 
 
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "what is nested too deeply"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def _is_hello(message: dict[str, Any]) -> bool:
+    """Whether a message is a hello with values of the right types. (True is an int to isinstance.)"""
+    kinds = {"hello": int, "processes": int, "host": str, "pid": int, "settings": dict}
+    if any(type(message.get(key)) is not kind for key, kind in kinds.items()):
+        return False
+    small = all(abs(message[key]) < 1 << 32 for key, kind in kinds.items() if kind is int)
+    return small and message["host"].isprintable() and len(message["host"]) <= MAX_NAME

@@ -14,13 +14,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from typing import BinaryIO
 
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 from taco_jax.launchers import Launch
 from taco_jax.rendezvous import ADVICE, Hub, Member
 
-# "PARENT:FD" in the worker: its parent's pid, and the pipe that it reports to.
+# "PARENT:FD:WORDS" in the worker: its parent's pid, the pipe that it reports to, and the file of its last words.
 VARIABLE = "TACO_JAX_SUPERVISOR"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Time for a worker to end by itself once another has failed: one that fails for the same reason says so itself.
@@ -75,7 +77,7 @@ def _wait_for_all(member: Member, launch: Launch) -> str | None:
 
 def _run(member: Member, launch: Launch) -> tuple[int, str | None]:
     """The worker from its start to its end. Returns the exit code, and the line to end with if there is one."""
-    reader, worker = _start()
+    reader, last_words, worker = _start()
     reports, line, deadline, told = b"", None, None, False
     while True:
         # The worker's end shows within this time; a message, at once.
@@ -103,6 +105,8 @@ def _run(member: Member, launch: Launch) -> tuple[int, str | None]:
             continue
         if not told:
             told, ended = True, now
+            if code:
+                _show(last_words)
             killed = code < 0 and -code != signal.SIGABRT
             member.send(ended=code, how=_how(code), own=own, killed=killed)
         if code == 0 or own:
@@ -113,16 +117,18 @@ def _run(member: Member, launch: Launch) -> tuple[int, str | None]:
             return 1, f"{launch.name} {_how(code)}; {ADVICE}"
 
 
-def _start() -> tuple[int, subprocess.Popen]:
-    """The worker, and the end of the pipe from which its reports come. Signals to stop go to the worker from now on."""
+def _start() -> tuple[int, BinaryIO, subprocess.Popen]:
+    """The worker, the end of the pipe from which its reports come, and the file of its last words, which is deleted
+    with the last process that has it open. Signals to stop go to the worker from now on."""
+    last_words = tempfile.TemporaryFile()
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     # A worker inherits what is blocked: a signal that comes while it imports waits until it has handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     worker = subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]],
-        env=os.environ | {VARIABLE: f"{os.getpid()}:{writer}"},
-        pass_fds=[writer],
+        env=os.environ | {VARIABLE: f"{os.getpid()}:{writer}:{last_words.fileno()}"},
+        pass_fds=[writer, last_words.fileno()],
     )
     os.close(writer)
     for number in STOP_SIGNALS:
@@ -130,7 +136,14 @@ def _start() -> tuple[int, subprocess.Popen]:
     # A terminal sends it to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    return reader, worker
+    return reader, last_words, worker
+
+
+def _show(last_words: BinaryIO) -> None:
+    """What a worker that ended badly said to nobody (`Reporter.hush`)."""
+    last_words.seek(0)
+    sys.stderr.write(last_words.read().decode(errors="replace"))
+    sys.stderr.flush()
 
 
 def _gone(launch: Launch) -> str:
@@ -154,23 +167,33 @@ OWN = "own"
 class Reporter:
     """The worker's end of the pipe."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, last_words: int):
+        self._descriptor, self._last_words = descriptor, last_words
 
     @classmethod
     def find(cls) -> Reporter | None:
         """The reporter of a worker; None in a process that is none. The worker dies with its parent from here on."""
-        parent, _, descriptor = os.environ.pop(VARIABLE, "").partition(":")
-        if not descriptor:
+        parent, *descriptors = os.environ.pop(VARIABLE, "").split(":")
+        if not descriptors:
             return None
         with contextlib.suppress(OSError, AttributeError):  # Linux alone has it; elsewhere an orphan ends on its own
             pr_set_pdeathsig = 1
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != int(parent):
             os._exit(1)
-        # Not for the programs that the worker starts.
-        os.set_inheritable(int(descriptor), False)
-        return cls(int(descriptor))
+        for descriptor in descriptors:  # not for the programs that the worker starts
+            os.set_inheritable(int(descriptor), False)
+        return cls(*map(int, descriptors))
+
+    def hush(self) -> None:
+        """Keeps what native code says from here on from stderr; Python's own words still go there.
+
+        When processes part, XLA's threads may tell of every call that was cancelled for it, after the run's last line
+        and a page each (gRPC). The parent shows it all the same where the worker then ends with another code than 0.
+        """
+        sys.stderr.flush()
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+        os.dup2(self._last_words, 2)
 
     def stage(self, name: str) -> None:
         """Reached one of `taco_jax.rendezvous.STAGES`."""

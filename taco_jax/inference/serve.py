@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ from pathlib import Path
 
 from taco_jax import cli
 from taco_jax.config import ConfigError
+from taco_jax.distributed import leave
 from taco_jax.inference.flags import ModelFlags
 
 DESCRIPTION = """Serve a model over HTTP with OpenAI's API, with compressed tensor parallelism.
 
-/v1/completions, /v1/chat/completions (where the model has a chat template), /v1/models, /health. No authentication:
-whoever reaches the port may use it, so it listens on this machine only unless --host says otherwise."""
+/v1/completions, /v1/chat/completions (where the model has a chat template), /v1/models, /health. Without --api-key or
+--api-key-file whoever reaches the port may use it, so it listens on this machine only unless --host says otherwise."""
 
 LONGEST = 4096
 MOST_ROWS = 1 << 16
@@ -29,6 +31,18 @@ class ServeConfig(ModelFlags):
     """Address to listen on; 0.0.0.0 is all of the machine's, for anybody who reaches them."""
     port: int = 8000
     """Port to listen on; 0 takes one that is free, which is printed."""
+    allowed_host: tuple[str, ...] = ()
+    """Names that requests may call this server by (their Host), such as the name of a proxy in front of it; * is any.
+    Without it, any where --host is open to others, else localhost, 127.0.0.1, [::1] and --host itself, which always
+    may be: so no web page in a browser of this machine gets at it under a name of its own."""
+    api_key: str | None = None
+    """What requests must bring (Authorization: Bearer KEY), but those of /health. Others on this machine can see it in
+    the list of processes; --api-key-file does not show it."""
+    api_key_file: str | None = None
+    """A file with the key, in a line of its own."""
+    control_tokens: bool = True
+    """Texts and ids of /v1/completions may name control tokens, such as <|im_end|>; else such texts are plain text and
+    such ids are refused. Texts of chats never name them."""
     name: str | None = None
     """What requests call the model; None: the last part of its path."""
     batch: int = 16
@@ -43,28 +57,40 @@ class ServeConfig(ModelFlags):
 
 
 def main(args: Sequence[str]) -> int:
+    if (times := sum(arg.split("=")[0].replace("_", "-") == "--allowed-host" for arg in args)) > 1:
+        raise ConfigError(f"--allowed-host: given {times} times; give it once, with all names: --allowed-host a b")
     config = cli.parse_flags(ServeConfig(), args, prog="python -m taco_jax.serve", description=DESCRIPTION)
     _check(config)
     cli.select_devices(config.devices)
     try:
-        from taco_jax.inference.serving import app, process, service
+        from taco_jax.inference.serving import app, gate, process, service
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] not in ("starlette", "uvicorn", "jinja2", "anyio"):
             raise
         raise ConfigError(f"serving needs the package {error.name}: pip install 'taco-jax[serve]'") from None
+    key = _key(config)
     bound = process.bind(config.host, config.port)
     cli.devices(config.devices)
     served, engine = _start(config, service)
-    url = process.address(bound)
-    if not process.is_loopback(bound):
-        print(f"warning: {url} is open to whoever reaches it; there is no authentication", file=sys.stderr, flush=True)
+    url, own = process.address(bound), process.is_loopback(bound)
+    if not own and key is None:
+        print(
+            f"warning: {url} is open to whoever reaches it; there is no authentication (--api-key-file)",
+            file=sys.stderr,
+            flush=True,
+        )
+    hosts = (*gate.LOOPBACK, config.host, bound.getsockname()[0], *config.allowed_host) if own else config.allowed_host
     engine.start()
     try:
         process.serve(
-            app.make_app(served), served, bound, lambda: print(f"serving {served.name} at {url}/v1", flush=True)
-        )
+            app.make_app(served, hosts=hosts or None, key=key), served, bound,
+            lambda: print(f"serving {served.name} at {url}/v1", flush=True), config.batch + config.queue,
+        )  # fmt: skip
     finally:
         engine.stop()
+        served.chat.close()
+    if served.encoding:  # a thread still tokenises what nobody waits for any more, and nothing can end it
+        leave(0)
     return 0
 
 
@@ -79,6 +105,27 @@ def _check(config: ServeConfig) -> None:
         raise ConfigError(f"batch={config.batch}: must be at most {MOST_ROWS}")
     if config.port > 65535:
         raise ConfigError(f"port={config.port}: must be at most 65535; 0 takes one that is free")
+    for host in config.allowed_host:
+        if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", host) or re.fullmatch(r"[^:]+:\d+", host):
+            raise ConfigError(
+                f"allowed_host={host!r}: must be a name or an address without a port, such as example.com, or *"
+            )
+
+
+def _key(config: ServeConfig) -> str | None:
+    """The API key of the settings. Never shown: not in errors either."""
+    if config.api_key is not None and config.api_key_file is not None:
+        raise ConfigError("api_key and api_key_file: both name a key; give one of them")
+    key, where = config.api_key, "api_key"
+    if config.api_key_file is not None:
+        where = f"api_key_file={config.api_key_file!r}"
+        try:
+            key = Path(config.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if key is not None and (not key or not all("!" <= c <= "~" for c in key)):
+        raise ConfigError(f"{where}: the key must be one word of visible ASCII characters, and not empty")
+    return key
 
 
 def _start(config: ServeConfig, service):
@@ -117,7 +164,8 @@ def _start(config: ServeConfig, service):
         f"{programs.cache_bytes / 1e6:.1f} MB a device"
     )
     name = config.name or Path(config.model).resolve().name
-    served = service.Service(generator, engine, name, longest, config.batch + config.queue)
+    room = config.batch + config.queue
+    served = service.Service(generator, engine, name, longest, room, control_tokens=config.control_tokens)
     if served.chat.why:
         say(f"no chats: {served.chat.why}")
     return served, engine

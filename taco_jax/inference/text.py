@@ -68,6 +68,11 @@ class Tokenizer:
         names = [f"<0x{byte:02X}>" for byte in range(256)] if "ByteFallback" in kinds else []
         self._of_byte = [tokenizer.token_to_id(name) for name in names]
 
+    @property
+    def library(self) -> Any:
+        """The `tokenizers.Tokenizer`."""
+        return self._tokenizer
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text, with the special tokens that the model's own post-processor adds (a BOS, where it has one).
 

@@ -192,7 +192,7 @@ BAD = [
     (P | {"temperature": "hot"}, "temperature", "must be a number"),
     (P | {"temperature": 10**400}, "temperature", "must be a number"),
     (P | {"top_p": 0}, "top_p", "must be above 0"),
-    (P | {"top_k": -1}, "top_k", "must be an integer from 0"),
+    (P | {"top_k": -2}, "top_k", "must be an integer from -1"),
     (P | {"seed": 2**63}, "seed", "must be an integer"),
     (P | {"stop": ["a", ""]}, "stop", "none empty"),
     (P | {"stop": ["a"] * 5}, "stop", "at most 4"),

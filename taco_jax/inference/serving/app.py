@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from taco_jax.inference.serving import replies, requests
 from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.gate import Gate
 from taco_jax.inference.serving.replies import Reply
 from taco_jax.inference.serving.service import Answer, Service
 
 MAX_BODY = 8 << 20
 """Bytes. A prompt of 100,000 tokens has a tenth of that."""
+MAX_BODIES = 16 * MAX_BODY
+"""Bytes of all bodies that are arriving."""
 RETRY_AFTER = {"Retry-After": "1"}
 CLIENT_GONE = 499  # nobody reads it
 
 
-def make_app(service: Service) -> Starlette:
-    started = int(time.time())
+def make_app(service: Service, *, hosts: Iterable[str] | None = None, key: str | None = None) -> Starlette:
+    """The API of a service. hosts, key: who may ask, as of `serving.gate.Gate`."""
+    started, bodies = int(time.time()), _Bodies()
     model = {"id": service.name, "object": "model", "created": started, "owned_by": "taco_jax"}
 
     async def models(request: Request) -> Response:
@@ -47,10 +53,10 @@ def make_app(service: Service) -> Starlette:
         )
 
     async def completions(request: Request) -> Response:
-        return await _complete(service, request, chat=False)
+        return await _complete(service, request, bodies, chat=False)
 
     async def chat_completions(request: Request) -> Response:
-        return await _complete(service, request, chat=True)
+        return await _complete(service, request, bodies, chat=True)
 
     return Starlette(
         routes=[
@@ -60,19 +66,22 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),
         ],
+        middleware=[Middleware(Gate, hosts=hosts, key=key)],
         exception_handlers={RequestError: _refused, HTTPException: _no_such_route, Exception: _broken},
     )
 
 
-async def _complete(service: Service, request: Request, *, chat: bool) -> Response:
+async def _complete(service: Service, request: Request, bodies: _Bodies, *, chat: bool) -> Response:
     try:
-        raw = await _body(request)
+        raw = await bodies.read(request)
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
     if service.draining:
         raise RequestError(service.trouble, status=503, code="shutting_down")
     asked = requests.parse(raw, chat=chat)
-    answer = await service.start(asked)
+    answer = await _unless_gone(request, service.start(asked))
+    if isinstance(answer, Response):
+        return answer
     reply = Reply(service.name, chat=chat, include_usage=asked.include_usage)
     if asked.stream:
         return _Streamed(answer, reply)
@@ -82,21 +91,33 @@ async def _complete(service: Service, request: Request, *, chat: bool) -> Respon
         answer.close()
 
 
-async def _body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(f"Content-Type={kind!r}: must be application/json", status=415)
-    too_large = RequestError(f"the body has more than {MAX_BODY} bytes", status=413)
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_BODY:
-        raise too_large
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
+class _Bodies:
+    """Reads the bodies of requests; `size`: bytes of those that are arriving."""
+
+    def __init__(self):
+        self.size = 0
+
+    async def read(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(f"Content-Type={kind!r}: must be application/json", status=415)
+        too_large = RequestError(f"the body has more than {MAX_BODY} bytes", status=413)
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > MAX_BODY:
             raise too_large
-        parts.append(part)
-    return b"".join(parts)
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self.size += len(part)
+                if size > MAX_BODY:
+                    raise too_large
+                if self.size > MAX_BODIES:
+                    raise RequestError("too many bodies are arriving; try again later", status=429, code="queue_full")
+                parts.append(part)
+        finally:
+            self.size -= size
+        return b"".join(parts)
 
 
 async def _whole(answer: Answer, reply: Reply) -> Response:
@@ -107,8 +128,8 @@ async def _whole(answer: Answer, reply: Reply) -> Response:
     return JSONResponse(reply.whole(texts, reasons, answer))
 
 
-async def _unless_gone(request: Request, work) -> Response:
-    """What `work` returns, unless the client closes the connection first."""
+async def _unless_gone(request: Request, work: Awaitable) -> Any:
+    """What `work` returns, unless the client closes the connection first: then a response that nobody reads."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

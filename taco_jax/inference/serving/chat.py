@@ -1,81 +1,95 @@
-"""Messages of a chat into one prompt, by the model's own template, in Jinja's sandbox.
+"""Messages of a chat into one prompt, by the model's own template.
 
-What templates of Hugging Face's models expect to find: messages, add_generation_prompt, the special tokens by name,
+The template runs in processes of its own (`serving.template_process`), of which the first starts with the first chat.
+It finds what templates of Hugging Face's models expect: messages, add_generation_prompt, the special tokens by name,
 raise_exception, strftime_now, a `tojson` that leaves characters as they are, {% break %} and {% generation %}.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.template_process import TemplateFailure, TemplateProcess, TemplateTooLong
 from taco_jax.inference.templates import Template
 
 UNSUPPORTED = "chat_template"
 
 
 class Chat:
-    """`prompt(messages)`. why: what keeps this model from chats, None where nothing does."""
+    """`prompt(messages)`, from any thread; as many processes as threads have been in it at once. `close` ends them."""
 
     def __init__(self, template: Template | None):
-        self._template, self._tokens, self.why = None, {}, "the model's files hold no chat template"
+        self._template, self._why = template, None
+        self._lock, self._idle, self._all = threading.Lock(), [], []
+        self._read = self._closed = False
         if template is None:
-            return
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        try:
-            self._template, self._tokens = environment.from_string(template.source), template.tokens
-            self.why = None
-        except jinja2.TemplateError as error:
-            self.why = f"the model's chat template cannot be read ({error})"
+            self._why = "the model's files hold no chat template"
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @property
+    def why(self) -> str | None:
+        """What keeps this model from chats; None where nothing does."""
+        if self._why is None and not self._read:
+            try:
+                self._idle.append(self._new())
+            except TemplateFailure:
+                pass
+        return self._why
+
+    @property
+    def source(self) -> str:
+        """The template, and all that it may write by itself."""
+        return "" if self._template is None else "\n".join([self._template.source, *self._template.tokens.values()])
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], most: int = 1 << 30) -> str:
         """The text that ends where the model's answer begins.
 
         Raises:
-          RequestError: no template, or one that does not take these messages.
+          RequestError: no template, one that does not take these messages or does not end, or a text of more than
+            `most` bytes.
         """
-        if self._template is None:
-            raise RequestError(f"{self.why}; /v1/completions works", "messages", code=UNSUPPORTED)
+        if self._why is None:
+            values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, "documents": None}
+            try:
+                return self._render(values | dict(self._template.tokens), most)
+            except TemplateTooLong:
+                message = f"messages: more than {most} bytes as the model's chat template writes them"
+                raise RequestError(message, "messages", code="context_length_exceeded") from None
+            except TemplateFailure as error:
+                if self._why is None:
+                    message = f"messages: the model's chat template refuses them: {error}"
+                    raise RequestError(message, "messages") from None
+        raise RequestError(f"{self._why}; /v1/completions works", "messages", code=UNSUPPORTED)
+
+    def close(self) -> None:
+        """Ends all processes; a `prompt` that is under way raises RequestError."""
+        with self._lock:
+            self._closed = True
+            for process in self._all:
+                process.close()
+
+    def _render(self, values: dict[str, Any], most: int) -> str:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        process = process or self._new()
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, tools=None,
-                documents=None, **self._tokens,
-            )  # fmt: skip
-        except Exception as error:  # whatever the template does with roles that it does not expect
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"messages: the model's chat template refuses them: {reason}", "messages") from None
+            return process.render(values, most)
+        finally:
+            with self._lock:
+                (self._idle.append if process.alive else self._all.remove)(process)
 
-
-class _Generation(Extension):
-    """{% generation %} marks what a model was trained on; for a prompt it means nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str):
-    raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+    def _new(self) -> TemplateProcess:
+        try:
+            process = TemplateProcess(self._template.source)
+        except TemplateFailure as error:
+            if not self._read:  # else it is the machine's fault, and passes
+                self._why = f"the model's chat template cannot be read ({error})"
+            raise
+        with self._lock:
+            self._read = True
+            self._all.append(process)
+            if self._closed:
+                process.close()
+        return process

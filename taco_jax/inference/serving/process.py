@@ -1,7 +1,8 @@
 """The server's life: a socket, uvicorn around the app, and signals.
 
 The first SIGTERM or SIGINT drains: new requests get 503, those that were taken are finished, the process ends with
-code 0. A second one ends it at once.
+code 0. Prompts that are not tokenised yet are refused too: their work is bounded, but may take seconds. A second signal
+ends it at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.serving.connections import BACKLOG, Connections, Limits, room_for
 from taco_jax.inference.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,21 +50,31 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def serve(app: Starlette, service: Service, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves until a signal has drained it. `ready` is called once connections are accepted. On the main thread."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", server_header=False,
-        timeout_graceful_shutdown=LAST_BYTES,
+def configure(app: Starlette, connections: Connections) -> uvicorn.Config:
+    """uvicorn's settings: connections within their limits, and no log but of faults."""
+    return uvicorn.Config(
+        app, interface="asgi3", http=connections.protocol, ws="none", lifespan="off", backlog=BACKLOG,
+        log_level="error", access_log=False, server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=2 * LAST_BYTES,
     )  # fmt: skip
-    asyncio.run(_Server(config, service, ready).serve(sockets=[bound]))
+
+
+def serve(app: Starlette, service: Service, bound: socket.socket, ready: Callable[[], None], requests: int = 0) -> None:
+    """Serves until a signal has drained it. On the main thread.
+
+    ready: called once connections are accepted. requests: how many may be under way, each on a connection.
+    """
+    connections = Connections(Limits(room_for(requests)))
+    asyncio.run(_Server(configure(app, connections), service, connections, ready).serve(sockets=[bound]))
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, service: Service, connections: Connections, ready: Callable[[], None]):
         super().__init__(config)
-        self._service, self._ready, self._draining = service, ready, None
+        self._service, self._connections, self._ready, self._draining = service, connections, ready, None
 
     async def startup(self, sockets=None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._connections.failed)
         try:
             await super().startup(sockets)
         except OSError as error:  # two servers may have bound the port, of which one listens
@@ -88,6 +100,7 @@ class _Server(uvicorn.Server):
 
     def _start_draining(self, name: str) -> None:
         left = self._service.answers
+        self._service.drain()
         print(
             f"{name}: finishing {left} request{'' if left == 1 else 's'}; a second signal ends at once",
             file=sys.stderr,
@@ -99,4 +112,6 @@ class _Server(uvicorn.Server):
         # Not while there are answers under way: a client that reads nothing would keep the server up.
         while self._service.engine.counts().busy or self._service.engine.counts().waiting:
             await asyncio.sleep(POLL)
+        # Before uvicorn, which cancels what is left with a page of words.
+        asyncio.get_running_loop().call_later(LAST_BYTES, self._connections.close_all)
         self.should_exit = True

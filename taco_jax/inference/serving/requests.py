@@ -21,19 +21,43 @@ MAX_STOPS = 4
 ROLES = ("system", "developer", "user", "assistant")
 
 OWN = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "ignore_eos")
-IGNORED = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED = (
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "priority", "cache_prompt",
+)  # fmt: skip
+IGNORED_OF_MESSAGES = ("id", "object", "created", "created_at", "createdAt", "timestamp", "metadata", "status")
 # Field -> the values that ask for nothing; null always is one.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    # Of vLLM, llama.cpp and others, whose clients send them.
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
 }
-OF_COMPLETIONS = {"best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+OF_COMPLETIONS = {"echo": (False,), "logprobs": (), "suffix": ("",), "add_special_tokens": (True,)}
 OF_CHATS = {
+    "echo": (False,), "add_special_tokens": (False,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "documents": ([],), "include_reasoning": (True, False),
     "logprobs": (False,), "top_logprobs": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
-    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "web_search_options": (),
+    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     "response_format": ({"type": "text"},),
 }  # fmt: skip
 
@@ -76,7 +100,7 @@ def parse(raw: bytes, *, chat: bool) -> Request:
         max_tokens=_max_tokens(get, chat),
         temperature=_number(get("temperature", 1.0), "temperature", 0, 2),
         top_p=_top_p(get("top_p", 1.0)),
-        top_k=_integer(get("top_k", 0), "top_k", 0, 2**31 - 1),
+        top_k=max(0, _integer(get("top_k", 0), "top_k", -1, 2**31 - 1)),  # -1: all tokens, as 0
         seed=None if get("seed") is None else _integer(get("seed"), "seed", -(2**63), 2**63 - 1),
         stop=_stop(get("stop", [])),
         ignore_eos=_boolean(get("ignore_eos", False), "ignore_eos"),
@@ -138,7 +162,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{at}={_shown(value)}: must be an object with role and content", at)
     for key in value:
-        if key not in ("role", "content", "name") and value[key] not in (None, []):
+        if key not in ("role", "content", "name", *IGNORED_OF_MESSAGES) and value[key] not in (None, [], {}, ""):
             raise RequestError(
                 f"{at}.{key}: is not supported here; a message has role, content and name", f"{at}.{key}"
             )

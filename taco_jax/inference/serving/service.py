@@ -1,6 +1,7 @@
 """From a checked request to the text of its answer: prompts into jobs, the engine's tokens into text, stop strings.
 
-All of this runs in the event loop but for tokenising, which runs in a thread: a long prompt holds nobody else up.
+All of this runs in the event loop but for templates and tokenising, which run in threads: a few for short prompts, one
+for long ones, so that these hold nobody else up. Prompts on their way through them have their places in the queue.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ import asyncio
 import contextlib
 import functools
 import secrets
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
-
-from starlette.concurrency import run_in_threadpool
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.generator import Generator
 from taco_jax.inference.sampling import why_not_finite
 from taco_jax.inference.serving.chat import Chat
+from taco_jax.inference.serving.control import ControlTokens
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
 from taco_jax.inference.serving.errors import RequestError
 from taco_jax.inference.serving.jobs import Event, Job
 from taco_jax.inference.serving.requests import DEFAULT_MAX_TOKENS, Request
 from taco_jax.inference.serving.stops import Stops
 from taco_jax.inference.text import Tokenizer
+
+SHORT = 1 << 15  # bytes of a prompt, which a thread encodes in some ms
+PER_TOKEN = 16  # characters: where a text has more than that for each token that fits, a part of it is tried first
+CUT = 1000  # characters in which a part of a text must find a space to end at
+MESSAGES = 4  # times what fits: a template may leave out what an assistant has thought
 
 
 class Delta(NamedTuple):
@@ -35,20 +42,42 @@ class Delta(NamedTuple):
 
 
 class Service:
-    """What the API needs: the model's name, the engine, and `start`. longest: of a prompt and its answer, in tokens."""
+    """What the API needs: the model's name, the engine, and `start`. longest: of a prompt and its answer, in tokens.
 
-    def __init__(self, generator: Generator, engine: Engine, name: str, longest: int, room: int):
+    room: prompts that may be under way or wait. control_tokens: texts of raw prompts may name control tokens; those of
+    chats never do.
+    """
+
+    def __init__(
+        self, generator: Generator, engine: Engine, name: str, longest: int, room: int, *, control_tokens: bool = True
+    ):
         self.engine, self.name, self.longest = engine, name, longest
         self.chat = Chat(generator.checkpoint.template)
         self.draining = False
         self.answers = 0
         """Answers that are under way."""
-        self._generator, self._room = generator, room
+        self.encoding = 0
+        """Prompts that are not in the engine yet."""
+        self._generator, self._room, self._control_tokens = generator, room, control_tokens
+        tokenizer = generator.checkpoint.tokenizer
+        self._control = ControlTokens(tokenizer, generator.checkpoint.eos)
+        self._most_bytes = longest * max(len(token.encode()) for token in tokenizer.library.get_vocab())
+        pool = functools.partial(ThreadPoolExecutor, thread_name_prefix="encode")
+        self._chats, self._short, self._long = pool(2), pool(2), pool(1)
+        self._stopped: set[asyncio.Future] = set()
 
     @property
     def trouble(self) -> str | None:
         """Why no request is taken; None while they are."""
         return self.engine.failure or ("the server is shutting down" if self.draining else None)
+
+    def drain(self) -> None:
+        """Takes no requests any more, and refuses those that are not in the engine yet. In the event loop."""
+        self.draining = True
+        for stopped in self._stopped:
+            if not stopped.done():
+                stopped.set_result(None)
+        self.chat.close()
 
     async def start(self, request: Request) -> Answer:
         """Puts a request into the engine's queue.
@@ -59,17 +88,20 @@ class Service:
         if request.model not in (None, self.name):
             message = f"model={request.model!r}: is not served here; {self.name!r} is"
             raise RequestError(message, "model", status=404, code="model_not_found")
-        if len(request.prompts) > self._room:
-            message = f"prompt: {len(request.prompts)} prompts; at most {self._room} fit in the queue"
+        count = len(request.prompts) or 1
+        if count > self._room:
+            message = f"prompt: {count} prompts; at most {self._room} fit in the queue"
             raise RequestError(message, "prompt")
-        prompts = await run_in_threadpool(self._encode, request)
+        self._check_sizes(request)
+        counts = self.engine.counts()
+        if counts.busy + counts.waiting + self.encoding + count > self._room:
+            raise _queue_full()
+        prompts = await self._encoded(request, count)
         answer = Answer(self, self._generator.checkpoint.tokenizer, request, prompts)
-        if self.draining:
-            raise RequestError(self.trouble, status=503, code="shutting_down")
         try:
             self.engine.submit(answer.jobs)
         except QueueFull:
-            raise RequestError("the queue is full; try again later", status=429, code="queue_full") from None
+            raise _queue_full() from None
         except Stopped as error:
             raise RequestError(str(error), status=503, code="engine_stopped") from None
         self.answers += 1
@@ -85,22 +117,119 @@ class Service:
         eos = frozenset() if request.ignore_eos else self._generator.checkpoint.eos
         return Job(prompt, min(limit, room), put, request.temperature, request.top_k, request.top_p, seed, eos)
 
-    def _encode(self, request: Request) -> list[list[int]]:
+    def _check_sizes(self, request: Request) -> None:
+        """Refuses what cannot fit by its bytes, before anything is done with it."""
         if request.messages is not None:
-            key, encode = "messages", functools.partial(self._generator.checkpoint.tokenizer.encode, special=False)
-            prompts = [encode(self.chat.prompt(request.messages))]
-        else:
-            key, prompts = "prompt", list(request.prompts)
+            size, most = sum(_size(text) for m in request.messages for text in m.values()), MESSAGES * self._most_bytes
+            if size > most:
+                raise _too_long("messages", f"{size} bytes; at most {most} are taken")
+        for prompt in request.prompts:
+            if isinstance(prompt, list):
+                self._check_length(len(prompt), request, "prompt")
+            elif (size := _size(prompt)) > self._most_bytes:
+                raise _too_long("prompt", f"{size} bytes; {self.longest} tokens have at most {self._most_bytes}")
+
+    def _check_length(self, length: int, request: Request, key: str, more: str = "") -> None:
+        if length + (request.max_tokens or 1) > self.longest:
+            wanted = f" and {request.max_tokens} to answer" if request.max_tokens else ""
+            raise _too_long(key, f"{more}{length} tokens{wanted}; at most {self.longest} fit together")
+
+    async def _encoded(self, request: Request, count: int) -> list[list[int]]:
+        """The ids of all prompts. Their places in the queue are taken until the threads are done with them, although
+        the client may have gone, or the server be shutting down."""
+        given_up = threading.Event()
+        work = asyncio.ensure_future(self._encode(request, given_up))
+        stopped = asyncio.get_running_loop().create_future()
+        self.encoding += count
+        self._stopped.add(stopped)
+        work.add_done_callback(lambda _: self._left(count))
         try:
-            rows = [self._generator.encode(prompt) for prompt in prompts]
+            if not self.draining:
+                await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if self.draining:
+                raise RequestError(self.trouble, status=503, code="shutting_down")
+            return work.result()
+        finally:
+            given_up.set()
+            self._stopped.discard(stopped)
+            work.add_done_callback(lambda _: work.cancelled() or work.exception())  # it is nobody's any more
+
+    def _left(self, count: int) -> None:
+        self.encoding -= count
+
+    async def _encode(self, request: Request, given_up: threading.Event) -> list[list[int]]:
+        """Each part of the work in the threads that it is for; nothing more is begun once it is given up."""
+        loop = asyncio.get_running_loop()
+
+        def unless_given_up(work, *arguments):
+            if given_up.is_set():
+                raise RequestError("nobody waits for it")
+            return work(*arguments)
+
+        if request.messages is not None:
+            text, marks = await loop.run_in_executor(self._chats, unless_given_up, self._chat, request)
+            threads = self._short if len(text) <= SHORT else self._long
+            return [await loop.run_in_executor(threads, unless_given_up, self._chat_ids, text, marks, request)]
+        rows = []
+        for prompt in request.prompts:
+            threads = self._short if len(prompt) <= SHORT else self._long
+            rows.append(await loop.run_in_executor(threads, unless_given_up, self._prompt_ids, prompt, request))
+        return rows
+
+    def _chat(self, request: Request) -> tuple[str, dict[str, str]]:
+        marked = self._control.mark(request.messages, self.chat.source)
+        most = self._most_bytes * (2 if marked.marks else 1)  # a mark has up to three bytes more than what it is for
+        return self.chat.prompt(marked.messages, most), marked.marks
+
+    def _chat_ids(self, text: str, marks: dict[str, str], request: Request) -> list[int]:
+        ids = lambda part: self._control.encode(part, marks)
+        return self._checked(text, ids, request, "messages")
+
+    def _prompt_ids(self, prompt: str | list[int], request: Request) -> list[int]:
+        if not self._control_tokens:
+            if isinstance(prompt, str):
+                return self._checked(prompt, self._control.encode_text, request, "prompt")
+            self._control.check_ids(prompt)
+        return self._checked(prompt, self._generator.encode, request, "prompt")
+
+    def _checked(self, prompt: str | list[int], encode, request: Request, key: str) -> list[int]:
+        """The ids of a prompt, where they fit. The work is bounded by what fits, not by the text's length."""
+        try:
+            size = PER_TOKEN * self.longest
+            while isinstance(prompt, str) and size < len(prompt):
+                if end := _between_words(prompt, size):
+                    self._check_length(len(encode(prompt[:end])), request, key, "more than ")
+                size *= 2
+            ids = encode(prompt)
+            if not ids:
+                raise RequestError(f"{key}: has no tokens; give at least one", key)
         except ConfigError as error:
             raise RequestError(str(error), key) from None
-        for ids in rows:
-            if len(ids) + (request.max_tokens or 1) > self.longest:
-                wanted = f" and {request.max_tokens} to answer" if request.max_tokens else ""
-                message = f"{key}: {len(ids)} tokens{wanted}; at most {self.longest} fit together"
-                raise RequestError(message, key, code="context_length_exceeded")
-        return rows
+        self._check_length(len(ids), request, key)
+        if unknown := [i for i in ids if i >= self._generator.config.vocab_size]:
+            size = self._generator.config.vocab_size
+            raise RequestError(f"{key}: token id {unknown[0]} is not in the vocabulary of {size}", key)
+        return ids
+
+
+def _between_words(text: str, most: int) -> int:
+    """Where a word ends, at most that far from the text's begin; 0 where none does nearby."""
+    for at in range(most, max(0, most - CUT), -1):
+        if text[at] == " " and not text[at - 1].isspace() and not text[at + 1 : at + 2].isspace():
+            return at
+    return 0
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+def _too_long(key: str, what: str) -> RequestError:
+    return RequestError(f"{key}: {what}", key, code="context_length_exceeded")
+
+
+def _queue_full() -> RequestError:
+    return RequestError("the queue is full; try again later", status=429, code="queue_full")
 
 
 class Answer:
