@@ -303,8 +303,8 @@ MUTANTS = (
         "cause",
         "an abort that followed from another's death counts as the cause",
         "taco_jax/rendezvous.py",
-        'self.fail(1 if message.get("own") else 0 if message.get("killed") else 2,',
-        'self.fail(1 if message.get("own") else 2 if message.get("killed") else 0,',
+        'rank = 1 if message.get("own") else 0 if message.get("killed") else 2',
+        'rank = 1 if message.get("own") else 2 if message.get("killed") else 0',
         ("tests/test_rendezvous.py -k cause",),
     ),
     Mutant(
