@@ -151,8 +151,8 @@ MUTANTS = (
         "hadamard-scale",
         "the rotation is divided by B instead of its root",
         "taco_jax/hadamard.py",
-        "return np.float32(1.0 / np.sqrt(block))",
-        "return np.float32(1.0 / block)",
+        "return z * np.float32(1.0 / np.sqrt(block))",
+        "return z * np.float32(1.0 / block)",
         ("tests/test_hadamard.py",),
     ),
     Mutant(
