@@ -14,18 +14,18 @@ def cover_groups(groups, **factors) -> list[tuple]:
 
     groups: tuples of names, as (("element", "operation"), ("dtype",)). Values of a factor in no group go round.
     """
-    groups = tuple(tuple(group) for group in groups)
-    factors = tuple((name, tuple(values)) for name, values in factors.items())
-    return list(_cover(groups, factors))
+    names, values = list(factors), [tuple(v) for v in factors.values()]
+    groups = tuple(tuple(sorted(names.index(name) for name in group)) for group in groups)
+    return [tuple(v[i] for v, i in zip(values, case)) for case in _cover(groups, tuple(map(len, values)))]
 
 
 @functools.cache
-def _cover(groups, factors) -> tuple[tuple, ...]:
-    """Greedy: a case starts from the first combination that is missing and takes for every other factor the value that
-    completes most missing ones. Of several orders of the factors the best is taken. Not minimal, but near it."""
-    names = [name for name, _ in factors]
-    sizes = [len(values) for _, values in factors]
-    groups = [tuple(sorted(names.index(name) for name in group)) for group in groups]
+def _cover(groups, sizes) -> tuple[tuple[int, ...], ...]:
+    """Cases as the numbers of their values.
+
+    Greedy: a case starts from the first combination that is missing and takes for every other factor the value that
+    completes most missing ones. Of several orders of the factors the best is taken. Not minimal, but near it.
+    """
     missing = dict.fromkeys(
         (group, values) for group in groups for values in itertools.product(*(range(sizes[k]) for k in group))
     )
@@ -33,11 +33,11 @@ def _cover(groups, factors) -> tuple[tuple, ...]:
     while missing:
         group, values = next(iter(missing))
         start = dict(zip(group, values))
-        tries = [_complete(start, sizes, groups, missing, len(cases), first) for first in range(len(names))]
+        tries = [_complete(start, sizes, groups, missing, len(cases), first) for first in range(len(sizes))]
         case = max(tries, key=lambda case: sum((g, tuple(case[k] for k in g)) in missing for g in groups))
         for g in groups:
             missing.pop((g, tuple(case[k] for k in g)), None)
-        cases.append(tuple(factors[k][1][case[k]] for k in range(len(names))))
+        cases.append(tuple(case[k] for k in range(len(sizes))))
     return tuple(cases)
 
 

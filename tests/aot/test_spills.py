@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
+from covers import cover
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle, operation_program
-from pairs import pairwise
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
@@ -64,7 +64,7 @@ def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, ca
 CASES = dict(name=PRESETS, operation=OPERATIONS, dtype=DTYPES, rounding=ROUNDINGS, size=SIZES, ranks=RANKS)
 
 
-@pytest.mark.parametrize("case", pairwise(**CASES), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", cover(2, **CASES), ids=lambda case: "-".join(map(str, case)))
 def test_presets(case, capfd):
     check_preset(*case, capfd)
 
@@ -81,7 +81,7 @@ def test_wide_sums(name, capfd):
     check(to_format(CODECS[name], encodes=False), WIDE, "bfloat16", LARGE, 4, capfd=capfd, most=SOME_BYTES)
 
 
-@pytest.mark.parametrize("case", pairwise(**FIELDS, size=SIZES, ranks=RANKS), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", cover(2, **FIELDS, size=SIZES, ranks=RANKS), ids=lambda case: "-".join(map(str, case)))
 def test_fields(case, capfd):
     check_fields(*case, capfd)
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from codec_programs import PRESETS as FIXED
-from pairs import pairwise
+from covers import cover
 
 from pallas_kernels import formats
 from pallas_kernels.formats import Format, packing_parts
@@ -19,7 +19,8 @@ SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3, 2**20 + 8, 2**32 + 5)
 PRESETS = [name for name in FIXED if CODECS[name].scale != "paper"]
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 ROUNDINGS = ("nearest", "stochastic")
-FIELDS = pairwise(
+FIELDS = cover(
+    2,
     element=tuple(formats.ELEMENTS),
     block=BLOCKS,
     rotation=ROTATIONS,
