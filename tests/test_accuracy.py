@@ -325,6 +325,7 @@ def losses(records):
     return [{k: r[k] for k in ("step", "loss", "grad_norm", "validation_loss", "sites") if k in r} for r in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["none", "taco"])
 def test_a_run_is_the_trainers(in_turn, row, tmp_path):
     from taco_jax.train import train

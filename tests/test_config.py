@@ -395,7 +395,10 @@ print(xla_bridge.backends_are_initialized())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-@pytest.mark.parametrize("env, keeps", [({}, True), ({"MALLOC_TOP_PAD_": "131072"}, False)])
+@pytest.mark.parametrize(
+    "env, keeps",
+    [({}, True), pytest.param({"MALLOC_TOP_PAD_": "131072"}, False, marks=pytest.mark.slow)],
+)
 def test_emulated_devices_keep_the_memory_of_a_step(run_python, env, keeps):
     """64 MB that every call takes and frees are not cleared by the kernel each time, unless the user has set malloc."""
     code = """

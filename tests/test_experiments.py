@@ -138,6 +138,7 @@ def test_what_a_variant_saves_of_the_time_of_messages(program):
     assert study.summarise({"none": [0.1], "free": [0.1]})["none"]["saved"] is None
 
 
+@pytest.mark.slow
 def test_time_to_first_token_in_several_goes(program, tmp_path, monkeypatch, capsys):
     """On emulated devices: what is measured, what does not fit, what a later go adds, under which link."""
     study, out = program("bench_ttft"), tmp_path / "out"

@@ -45,7 +45,8 @@ def test_loss_and_gradients_are_nearer_to_the_exact_ones_and_the_messages_the_sa
     assert abs(with_it[0] - loss) < 0.05 * loss
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_repeats_nothing_and_changes_nothing(remat):
     runs = [Fed(QWEN2, tp=4, dp=2, batch=4, remat=mode) for mode in ("none", remat)]
     (plain, table), (recomputed, again) = (run.compiled() for run in runs)

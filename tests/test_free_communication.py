@@ -5,6 +5,8 @@ import json
 import pytest
 from helpers import REPOSITORY, run_python
 
+# Benchmarks alone take it.
+pytestmark = pytest.mark.slow
 MESSAGE = 8 * 16 * 32  # values
 
 TRAINING = """

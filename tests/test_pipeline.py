@@ -158,7 +158,8 @@ def test_compressed_gradients_on_more_meshes(schedule, sizes):
     assert_gradients_close(got.grads, exact.grads, exact=False)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_only_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches(schedule):
     small = dataclasses.replace(EXACT, model=dataclasses.replace(EXACT.model, n_layers=2))
 

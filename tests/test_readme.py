@@ -32,6 +32,9 @@ def test_there_is_something_to_test():
 def test_python_block_runs(number, run_python):
     result = run_python(BLOCKS[number], devices=8)
     assert "nan" not in result.stdout.lower()
+    if "CompressedDense" in BLOCKS[number]:
+        losses = [float(line.split()[1]) for line in result.stdout.splitlines()]
+        assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
 
 
 def test_links_and_pictures_exist():
