@@ -343,6 +343,7 @@ def test_a_run_is_the_trainers(in_turn, row, tmp_path):
     assert losses(in_turn.train(4, [(program, 8)])) != want  # another seed, the same program
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_in_the_middle(in_turn):
     taco, exact = (in_turn.made.get(row, to_train=True) for row in ("taco", "none"))
     whole = in_turn.train(3, [(taco, 8)])
@@ -353,6 +354,7 @@ def test_a_run_that_changes_in_the_middle(in_turn):
     assert changed[-1]["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_evaluation_in_other_rows(in_turn, capsys):
     def broken():
         raise RuntimeError("no memory")
@@ -367,6 +369,7 @@ def test_evaluation_in_other_rows(in_turn, capsys):
     assert exact["evaluated"] == {"none": exact["validation_loss"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_not_kept(in_turn, monkeypatch):
     monkeypatch.setattr(in_turn.StopRequests, "ask", lambda self: lambda: "SIGTERM")
     with pytest.raises(RuntimeError, match="stopped at step 1 by SIGTERM: not kept"):
@@ -408,6 +411,7 @@ def test_float32_sums_are_rounded_once(in_turn):
         assert np.mean(np.asarray(found) == right) > 0.999 and np.mean(np.asarray(before) == right) < 0.9
 
 
+@pytest.mark.slow
 def test_every_message_but_the_embedding_is_in_float32(in_turn):
     import jax.numpy as jnp
     import model_helpers
