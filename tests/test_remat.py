@@ -46,7 +46,7 @@ def stack_arguments():
     return w, np.zeros((LAYERS, 4, 2, 2, 1), np.float32), x_mlp()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_remat_repeats_no_communication(sequence_parallel):
     """Counted in the bodies of the two loops: one all-reduce (or gather and scatter) per layer and direction."""
     arguments = stack_arguments()

@@ -166,7 +166,7 @@ def test_statistics(tmp_path):
         assert values["snr_db"] > 20 and 0 <= values["clipped"] <= 1 and 0 <= values["flushed"] <= 1
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys, name):
     """One that comes during a validation waits for its end and for the step after it."""
     config = make_config(tmp_path / "run")

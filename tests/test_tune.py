@@ -197,6 +197,7 @@ def test_devices_that_are_not_there_are_one_line(program, run_python):
     assert run.stderr.splitlines()[-1].startswith("error: devices='gpu': cannot be used here (")
 
 
+@pytest.mark.slow  # its parts are above
 def test_the_command(run_python, tmp_path):
     # One size of one codec, with both exchanges.
     few = ("--codecs", "taco", "--smallest", "4096", "--largest", "4096", "--repeats", "1", "--devices", "cpu:4")
