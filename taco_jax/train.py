@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from taco_jax.config_check import check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests
-from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
+from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
 
 
 class TrainingError(RuntimeError):
@@ -83,20 +84,27 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
     program = build(config, mesh)
     estimate.trace(program)  # raises what compiling it would, and is not done again
-    # Nothing is written before this line: settings that cannot work leave no folder behind.
-    for remark in distributed.first_alone(lambda: open_workdir(config), config.workdir):
-        say(f"changed since this workdir's first run: {remark}")
-    with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
-        run = Run(config, program, checkpoints, batches, validation_tokens, requests)
-        try:
-            run.begin()
-            run.announce(mesh, len(train_tokens), len(validation_tokens))
-            run.loop()
-            record = run.summary()
-        finally:
-            run.close()
-    if jax.process_index() == 0:
-        _finish(config, record, run.first - 1, run.stopped_by)
+    with ExitStack() as stack:
+
+        def enter() -> list[str]:
+            remarks = [f"changed since this workdir's first run: {remark}" for remark in open_workdir(config)]
+            # The first process holds it for all: where that one dies, all end.
+            return remarks + (stack.enter_context(locked(config.workdir)) if jax.process_index() == 0 else [])
+
+        # Nothing is written before this line: settings that cannot work leave no folder behind.
+        for remark in distributed.first_alone(enter, config.workdir):
+            say(remark)
+        with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
+            run = Run(config, program, checkpoints, batches, validation_tokens, requests)
+            try:
+                run.begin()
+                run.announce(mesh, len(train_tokens), len(validation_tokens))
+                run.loop()
+                record = run.summary()
+            finally:
+                run.close()
+        if jax.process_index() == 0:
+            _finish(config, record, run.first - 1, run.stopped_by)
     return record
 
 
@@ -120,6 +128,7 @@ class Run:
         self.state: Any = None
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
+        self.owed = False
         devices = jax.local_devices()
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
@@ -219,7 +228,7 @@ class Run:
             self.stopped_by = None if last else stop_request()
             # Who asks to stop may not wait for a validation.
             validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
-            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by
+            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
             if validate or save:
                 self.finish(*pending, validate=validate, save=save, flushed=True)
                 pending = None
@@ -237,7 +246,8 @@ class Run:
     ) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn.
 
-        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither.
+        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither. A
+          step that was skipped is not saved, but where the run ends with it: the next finite one is in its place.
         flushed: no later step is under way, so the metrics come sooner after the step's start than those of the others.
         """
         values = dict(jax.device_get(out))
@@ -248,7 +258,10 @@ class Run:
         if write:
             self.record = self._timed(step, samples, values, flushed)
         if save and not hopeless:
-            self.save()
+            ends = step == self.stop or self.stopped_by
+            self.owed = bool(in_a_row and not ends)
+            if not self.owed:
+                self.save(in_place_of_older=not in_a_row)
         if write:
             if validate and not hopeless:
                 self.record |= self.validate()
@@ -264,9 +277,17 @@ class Run:
         if hopeless:
             raise TrainingError(
                 f"step {step}: loss or gradient not finite for {in_a_row} steps in a row (max_skipped_in_a_row="
-                f"{self.config.max_skipped_in_a_row}); the parameters are those of the last finite step and were not "
-                f"saved again. Try a lower optimizer.learning_rate or compression.backward none"
+                f"{self.config.max_skipped_in_a_row}), and nothing was saved in them. {self._way_back()} Try a lower "
+                f"optimizer.learning_rate or compression.backward none"
             )
+
+    def _way_back(self) -> str:
+        """Which checkpoints a run that diverged can go on from."""
+        present = self.checkpoints.steps()
+        if not present:
+            return "There is no checkpoint to go on from."
+        # The last of them may have been saved when the run had diverged already, its loss still finite.
+        return f"Go on from before it diverged with --checkpoint.resume-step; present: {', '.join(map(str, present))}."
 
     def _timed(self, step: int, samples: int, values: dict[str, Any], flushed: bool) -> dict[str, Any]:
         config, now = self.config, time.perf_counter()
@@ -313,9 +334,10 @@ class Run:
         loss = (total + float(nll)) / (count + float(n))
         return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
 
-    def save(self) -> None:
+    def save(self, in_place_of_older: bool = True) -> None:
         state = self.program.stored.pack(self.state)
-        self.checkpoints.save(self.step, state, {"data": self.batches.state(), "seed": self.config.seed})
+        run = {"data": self.batches.state(), "seed": self.config.seed}
+        self.checkpoints.save(self.step, state, run, in_place_of_older=in_place_of_older)
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
