@@ -28,6 +28,8 @@ from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
 
+_SENT = ("bytes", "bytes_bf16")
+
 
 class TrainingError(RuntimeError):
     """The run cannot go on; what was saved is good. Exit code 1."""
@@ -133,7 +135,7 @@ class Run:
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
-        self.comm_bytes = self.comm_bytes_bf16 = 0.0
+        self.sent: dict[str, Any] = {}  # what a record says of messages
         self.clock: float | None = None
         self.timed_step = 0
         self.seconds_per_step: float | None = None
@@ -174,18 +176,15 @@ class Run:
         parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
-        fed = " with error feedback" if config.compression.error_feedback else ""
+        fed = "; error feedback in tp forward" if config.compression.error_feedback else ""
         say(
             f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
-            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
-            f"codec {config.compression.forward} forward{fed}, {config.compression.backward} backward"
+            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"
         )
+        say(f"codecs: {self.program.table.codecs()}{fed}")
         if config.mesh.pp > 1:
             schedule = self.program.schedule_of_stages
-            say(
-                f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}; stages "
-                f"send {config.pipeline.forward} forward, {config.pipeline.backward} backward"
-            )
+            say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
         say(
             f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
@@ -199,7 +198,10 @@ class Run:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
             say("compiling")
-        self.comm_bytes, self.comm_bytes_bf16 = self.program.table.total("activation")
+        sent, bf16 = self.program.table.total("activation")
+        axes = self.program.table.by_axis().items()
+        total = lambda rows: {key: sum(getattr(row, key) for row in rows) for key in _SENT}
+        self.sent = {"comm_bytes": sent, "comm_bytes_bf16": bf16, "comm": {axis: total(rows) for axis, rows in axes}}
 
     def loop(self) -> None:
         config = self.config
@@ -306,8 +308,7 @@ class Run:
         record |= {
             "tokens_per_second": tokens,
             "step_seconds": seconds,
-            "comm_bytes": self.comm_bytes,
-            "comm_bytes_bf16": self.comm_bytes_bf16,
+            **self.sent,
             "mfu": self.peak_flops and tokens * self.flops_per_token / self.peak_flops,
             "peak_memory_bytes": used,
             "samples": samples,
@@ -342,7 +343,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
         if not self.record:
-            self.record = {"step": self.step, "comm_bytes": self.comm_bytes, "comm_bytes_bf16": self.comm_bytes_bf16}
+            self.record = {"step": self.step, **self.sent}
             self.record |= self.validate()
         return self.record
 
@@ -375,6 +376,10 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
         )
     else:
         say(f"{axes} activation traffic: none")
+    everything = record["comm"] | {"together": {k: sum(x[k] for x in record["comm"].values()) for k in _SENT}}
+    shown = [(axis, *(x[key] / 1e6 for key in _SENT)) for axis, x in everything.items() if axis != "several"]
+    parts = [f"{axis} {mb:.2f} MB, {bf16:.2f} MB as bf16: ratio {bf16 / mb:.2f}" for axis, mb, bf16 in shown if mb]
+    say(f"all messages per device and step: {'; '.join(parts) or 'none'}")
     places = []
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:

@@ -93,6 +93,12 @@ def test_command_line_leaves_everything(command):
     )
     assert re.search(r"^validation loss \d\.\d+ nats per token, perplexity", out.stdout, re.M)
     assert re.search(r"^tensor-parallel activation traffic: .* as bf16: ratio \d", out.stdout, re.M)
+    assert re.search(r"^codecs: tp taco .*forward, int8h .*backward; dp int8h gradients$", out.stdout, re.M)
+    line = re.search(r"^all messages per device and step: (tp .*); (dp .*); (together .*)$", out.stdout, re.M)
+    numbers = [re.fullmatch(r"\w+ (.*) MB, (.*) MB as bf16: ratio (.*)", part).groups() for part in line.groups()]
+    tp, dp, together = [[float(x) for x in part] for part in numbers]
+    assert together[:2] == pytest.approx([tp[0] + dp[0], tp[1] + dp[1]], abs=0.02)
+    assert 1.8 < dp[2] <= 1.97  # eight bits, a scale a block, and buckets filled up to whole blocks
     assert re.search(r"^loss curve .*/run/loss.png; metrics .*; checkpoint .*/run/checkpoints/6$", out.stdout, re.M)
     assert "WARNING" not in out.stderr and "Traceback" not in out.stderr
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
