@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,20 @@ _SCALES, _COPY = "scales", "copy"
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used. Its message is one line. Exit code 2."""
+
+
+@dataclasses.dataclass
+class Kept:
+    """Orbax' policy of what stays: the latest `latest` checkpoints (None: all), or, while `all` is set, every one."""
+
+    latest: int | None
+    all: bool = False
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        n = len(checkpoints)
+        kept = n if self.all or self.latest is None else self.latest
+        return [i >= n - kept for i in range(n)]
 
 
 class Checkpoints:
@@ -44,7 +58,9 @@ class Checkpoints:
         for name in ("absl", "orbax"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._ocp = ocp
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._config.keep, enable_async_checkpointing=True)
+        # Which of them stay is decided when one is saved.
+        self._kept = Kept(self._config.keep)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             _SCALES: ocp.StandardCheckpointHandler(),
@@ -65,12 +81,13 @@ class Checkpoints:
         """Steps that can be restored, ascending."""
         return sorted(self._manager.all_steps()) if self._manager is not None else []
 
-    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, run: dict[str, Any], *, in_place_of_older: bool = True) -> None:
         """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint
         `step`.
 
         Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
-        checkpoints are switched off or `step` is there already.
+        checkpoints are switched off or `step` is there already. in_place_of_older: where that makes more than
+        `checkpoint.keep` of them, the oldest are deleted.
         """
         if not self._config.enabled or step in self._manager.all_steps():
             return
@@ -78,6 +95,7 @@ class Checkpoints:
         parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
         items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
         items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
+        self._kept.all = not in_place_of_older
         self._manager.save(step, args=args.Composite(**items), force=True)
 
     def choose(self, requested: int | None) -> int | None:

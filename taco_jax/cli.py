@@ -21,13 +21,16 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices
+from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices, with_compression
 from taco_jax.config_check import check_types
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
 --config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
-'config'; the flags below override single fields of it. With --config, --help shows the file's values as defaults."""
+'config'; the flags below override single fields of it. With --config, --help shows the file's values as defaults.
+
+--compression none makes all messages exact, those of tensor, pipeline and data parallelism; --compression
+FORWARD:BACKWARD, or one name for both, sets the tensor-parallel codecs alone. Flags of single fields go before it."""
 
 MALLOPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_ARENA_MAX": (-8, 1)}
 """Options of glibc's malloc.h, their numbers there and the values of `_keep_memory`."""
@@ -39,9 +42,13 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
     Raises ConfigError with one line for an unknown flag, a value of the wrong type, or a file that holds no config.
     `--help` prints the help and exits with code 0.
     """
-    path, rest = _take_config(list(args))
+    path, rest = _take(list(args), "config", "the path of an experiment file, such as experiments/quickstart.py")
+    codecs, rest = _take(rest, "compression", "codecs, such as none or taco:int8h")
     default = TrainConfig() if path is None else load(path)
-    return parse_flags(default, rest, prog=f"{prog} [--config FILE.py]", description=DESCRIPTION, more={"config"})
+    if codecs is not None:
+        default = with_compression(default, codecs)
+    prog, more = f"{prog} [--config FILE.py] [--compression CODECS]", {"config", "compression"}
+    return parse_flags(default, rest, prog=prog, description=DESCRIPTION, more=more)
 
 
 def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: str, more: Set[str] = frozenset()) -> Any:
@@ -88,23 +95,23 @@ def load(path: str | Path) -> TrainConfig:
     return config
 
 
-def _take_config(args: list[str]) -> tuple[str | None, list[str]]:
-    """Cuts `--config FILE` or `--config=FILE` out of the arguments."""
-    paths, rest, i = [], [], 0
+def _take(args: list[str], name: str, needs: str) -> tuple[str | None, list[str]]:
+    """Cuts `--name VALUE` or `--name=VALUE` out of the arguments. Returns (value, the rest)."""
+    flag, values, rest, i = f"--{name}", [], [], 0
     while i < len(args):
-        if args[i] == "--config":
+        if args[i] == flag:
             if i + 1 == len(args) or args[i + 1].startswith("--"):
-                raise ConfigError("--config: needs the path of an experiment file, such as experiments/quickstart.py")
-            paths.append(args[i + 1])
+                raise ConfigError(f"{flag}: needs {needs}")
+            values.append(args[i + 1])
             i += 1
-        elif args[i].startswith("--config="):
-            paths.append(args[i].removeprefix("--config="))
+        elif args[i].startswith(f"{flag}="):
+            values.append(args[i].removeprefix(f"{flag}="))
         else:
             rest.append(args[i])
         i += 1
-    if len(paths) > 1:
-        raise ConfigError(f"--config: given {len(paths)} times ({', '.join(paths)}); give one file")
-    return (paths[0] if paths else None), rest
+    if len(values) > 1:
+        raise ConfigError(f"{flag}: given {len(values)} times ({', '.join(values)}); give it once")
+    return (values[0] if values else None), rest
 
 
 def _check_flags(args: Sequence[str], known: set[str]) -> None:

@@ -310,6 +310,23 @@ def codec_pair(text: str) -> tuple[str, str]:
     return forward, backward or forward
 
 
+def with_compression(config: TrainConfig, codecs: str) -> TrainConfig:
+    """The config with the tensor-parallel codecs FORWARD:BACKWARD (one name: both); none makes every axis exact.
+
+    A plan, which gives single sites their own, stays unless the codecs are none.
+    """
+    forward, backward = codec_pair(codecs)
+    compression = dataclasses.replace(config.compression, forward=forward, backward=backward)
+    if (forward, backward) != ("none", "none"):
+        return dataclasses.replace(config, compression=compression)
+    return dataclasses.replace(
+        config,
+        compression=dataclasses.replace(compression, plan={}, between_hosts=None, error_feedback=False),
+        pipeline=dataclasses.replace(config.pipeline, forward="none", backward="none"),
+        data_parallel=dataclasses.replace(config.data_parallel, gradients="none", parameters="none"),
+    )
+
+
 def parse_devices(devices: str | None) -> tuple[str | None, int | None]:
     """(platform, count) of a `devices` value: "cpu:8" -> ("cpu", 8), "gpu" -> ("gpu", None), None -> (None, None)."""
     if devices is None:

@@ -40,7 +40,7 @@ from taco_jax.config import TrainConfig
 from taco_jax.plan import MAX_CHUNKS
 from taco_jax.shares import Cut, buckets, cut, pack, unpack
 
-GRADIENTS, PARAMETERS = "dp/grads", "dp/params"
+GRADIENTS, PARAMETERS = sites.GRADIENTS, "dp/params"
 BF16 = "bfloat16"
 
 

@@ -1,11 +1,12 @@
 """What a run measures about itself: throughput, model FLOP/s, memory, and the records of `metrics.jsonl`.
 
 A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "step_seconds",
-"comm_bytes", "comm_bytes_bf16", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and
+"comm_bytes", "comm_bytes_bf16", "comm", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and
 "validation_perplexity" where the step was validated and "sites" where SNR was measured. Losses are nats per token,
 times seconds, `comm_bytes` what one device sends per step as activation traffic over tp and pp and `comm_bytes_bf16`
-the same messages as bf16. A value that is not finite or not known is null. A step that a validation or checkpoint
-follows is not overlapped with the next one: its time is the mean of the recent steps.
+the same messages as bf16. `comm` counts all messages, by axis: {"tp": {"bytes", "bytes_bf16"}, ...}. A value that is
+not finite or not known is null. A step that a validation or checkpoint follows is not overlapped with the next one:
+its time is the mean of the recent steps.
 """
 
 from __future__ import annotations
@@ -69,14 +70,18 @@ def peak_memory(devices: Any) -> int | None:
 
 def step_line(record: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
     """The line that is printed for a record."""
-    comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
+    comm = [
+        f"{axis} {sent['bytes'] / 1e6:.1f} MB ({sent['bytes_bf16'] / sent['bytes']:.2f}x)"
+        for axis, sent in record["comm"].items()
+        if axis != "several"
+    ]
     parts = [
         f"step {record['step']:>{len(str(steps))}}/{steps}",
         f"loss {_number(record['loss'], '.4f')}",
         f"grad {_number(record['grad_norm'], '.3f')}",
         f"{_number(record['tokens_per_second'], ',.0f')} tok/s",
         f"{_number(record['step_seconds'] and record['step_seconds'] * 1e3, ',.0f')} ms",
-        f"comm {comm / 1e6:.1f} MB" + (f" ({bf16 / comm:.2f}x)" if comm else ""),
+        f"comm {', '.join(comm) or 'none'}",
         f"mfu {_number(record['mfu'], '.1%')}",
         f"mem {_number(record['peak_memory_bytes'] and record['peak_memory_bytes'] / 1e9, '.1f')} GB",
         f"eta {duration(eta_seconds)}",

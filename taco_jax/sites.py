@@ -26,6 +26,8 @@ _calls: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_calls", d
 _forward_again: contextvars.ContextVar[int] = contextvars.ContextVar("taco_jax_forward_again", default=1)
 _mark: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar("taco_jax_mark", default=None)
 
+# The site of the gradients' sum over dp, and the start of its buckets' names.
+GRADIENTS = "dp/grads"
 # Share of a ring or pairwise exchange that leaves the device, per operation: bytes sent = share(P) * bytes of the full
 # tensor.
 _SENT = {
@@ -105,6 +107,45 @@ class Table:
         """(bytes, bytes as bf16) that one device sends per step; kind=None: all rows."""
         rows = [r for r in self.rows() if kind in (None, r.kind)]
         return sum(r.bytes for r in rows), sum(r.bytes_bf16 for r in rows)
+
+    def by_axis(self) -> dict[str, list[Row]]:
+        """All rows by mesh axis: "tp", "pp", "dp" (its levels too), and "several" where a message goes over more."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows():
+            axes = {axis.partition("_")[0] for axis in row.axis}
+            found.setdefault(axes.pop() if len(axes) == 1 else "several", []).append(row)
+        order = ("tp", "pp", "dp", "several")
+        return {axis: found[axis] for axis in sorted(found, key=lambda axis: order.index(axis))}
+
+    def codecs(self) -> str:
+        """The codecs of each axis and direction, in words; where one has several, with their shares of the values."""
+        parts = []
+        for axis, rows in self.by_axis().items():
+            shares: dict[str, dict[str, float]] = {}
+            for row in rows:
+                codecs = shares.setdefault(_what(row), {})
+                for codec in [level.codec for level in row.levels] or [row.codec]:
+                    codecs[codec] = codecs.get(codec, 0) + row.bytes_bf16 / (len(row.levels) or 1)
+            shares.pop("", None)
+            if shares:
+                words = (f"{_shares(codecs)} {what}" for what, codecs in shares.items())
+                parts.append(f"{axis} {', '.join(words)}")
+        return "; ".join(parts) or "none, for nothing is sent"
+
+
+def _what(row: Row) -> str:
+    """What a message carries, for `Table.codecs`; "" for scalars, norm weights and the like."""
+    if row.kind == "activation":
+        return row.direction
+    if row.kind == "gradient" or row.site == GRADIENTS:
+        return "gradients"
+    return "weights" if row.kind == "parameter" else ""
+
+
+def _shares(codecs: dict[str, float]) -> str:
+    most = sorted(codecs, key=lambda codec: -codecs[codec])
+    total = sum(codecs.values())
+    return most[0] if len(most) == 1 else " + ".join(f"{codec} ({codecs[codec] / total:.0%})" for codec in most)
 
 
 @contextlib.contextmanager

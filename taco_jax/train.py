@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from taco_jax.config_check import check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests
-from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, open_workdir
+from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
+
+_SENT = ("bytes", "bytes_bf16")
 
 
 class TrainingError(RuntimeError):
@@ -83,20 +86,27 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
     program = build(config, mesh)
     estimate.trace(program)  # raises what compiling it would, and is not done again
-    # Nothing is written before this line: settings that cannot work leave no folder behind.
-    for remark in distributed.first_alone(lambda: open_workdir(config), config.workdir):
-        say(f"changed since this workdir's first run: {remark}")
-    with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
-        run = Run(config, program, checkpoints, batches, validation_tokens, requests)
-        try:
-            run.begin()
-            run.announce(mesh, len(train_tokens), len(validation_tokens))
-            run.loop()
-            record = run.summary()
-        finally:
-            run.close()
-    if jax.process_index() == 0:
-        _finish(config, record, run.first - 1, run.stopped_by)
+    with ExitStack() as stack:
+
+        def enter() -> list[str]:
+            remarks = [f"changed since this workdir's first run: {remark}" for remark in open_workdir(config)]
+            # The first process holds it for all: where that one dies, all end.
+            return remarks + (stack.enter_context(locked(config.workdir)) if jax.process_index() == 0 else [])
+
+        # Nothing is written before this line: settings that cannot work leave no folder behind.
+        for remark in distributed.first_alone(enter, config.workdir):
+            say(remark)
+        with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
+            run = Run(config, program, checkpoints, batches, validation_tokens, requests)
+            try:
+                run.begin()
+                run.announce(mesh, len(train_tokens), len(validation_tokens))
+                run.loop()
+                record = run.summary()
+            finally:
+                run.close()
+        if jax.process_index() == 0:
+            _finish(config, record, run.first - 1, run.stopped_by)
     return record
 
 
@@ -120,11 +130,12 @@ class Run:
         self.state: Any = None
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
+        self.owed = False
         devices = jax.local_devices()
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
-        self.comm_bytes = self.comm_bytes_bf16 = 0.0
+        self.sent: dict[str, Any] = {}  # what a record says of messages
         self.clock: float | None = None
         self.timed_step = 0
         self.seconds_per_step: float | None = None
@@ -165,18 +176,15 @@ class Run:
         parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
-        fed = " with error feedback" if config.compression.error_feedback else ""
+        fed = "; error feedback in tp forward" if config.compression.error_feedback else ""
         say(
             f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
-            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp}); "
-            f"codec {config.compression.forward} forward{fed}, {config.compression.backward} backward"
+            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"
         )
+        say(f"codecs: {self.program.table.codecs()}{fed}")
         if config.mesh.pp > 1:
             schedule = self.program.schedule_of_stages
-            say(
-                f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}; stages "
-                f"send {config.pipeline.forward} forward, {config.pipeline.backward} backward"
-            )
+            say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
         say(
             f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
@@ -190,7 +198,10 @@ class Run:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
             say("compiling")
-        self.comm_bytes, self.comm_bytes_bf16 = self.program.table.total("activation")
+        sent, bf16 = self.program.table.total("activation")
+        axes = self.program.table.by_axis().items()
+        total = lambda rows: {key: sum(getattr(row, key) for row in rows) for key in _SENT}
+        self.sent = {"comm_bytes": sent, "comm_bytes_bf16": bf16, "comm": {axis: total(rows) for axis, rows in axes}}
 
     def loop(self) -> None:
         config = self.config
@@ -219,7 +230,7 @@ class Run:
             self.stopped_by = None if last else stop_request()
             # Who asks to stop may not wait for a validation.
             validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
-            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by
+            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
             if validate or save:
                 self.finish(*pending, validate=validate, save=save, flushed=True)
                 pending = None
@@ -237,7 +248,8 @@ class Run:
     ) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn.
 
-        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither.
+        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither. A
+          step that was skipped is not saved, but where the run ends with it: the next finite one is in its place.
         flushed: no later step is under way, so the metrics come sooner after the step's start than those of the others.
         """
         values = dict(jax.device_get(out))
@@ -248,7 +260,10 @@ class Run:
         if write:
             self.record = self._timed(step, samples, values, flushed)
         if save and not hopeless:
-            self.save()
+            ends = step == self.stop or self.stopped_by
+            self.owed = bool(in_a_row and not ends)
+            if not self.owed:
+                self.save(in_place_of_older=not in_a_row)
         if write:
             if validate and not hopeless:
                 self.record |= self.validate()
@@ -264,9 +279,17 @@ class Run:
         if hopeless:
             raise TrainingError(
                 f"step {step}: loss or gradient not finite for {in_a_row} steps in a row (max_skipped_in_a_row="
-                f"{self.config.max_skipped_in_a_row}); the parameters are those of the last finite step and were not "
-                f"saved again. Try a lower optimizer.learning_rate or compression.backward none"
+                f"{self.config.max_skipped_in_a_row}), and nothing was saved in them. {self._way_back()} Try a lower "
+                f"optimizer.learning_rate or compression.backward none"
             )
+
+    def _way_back(self) -> str:
+        """Which checkpoints a run that diverged can go on from."""
+        present = self.checkpoints.steps()
+        if not present:
+            return "There is no checkpoint to go on from."
+        # The last of them may have been saved when the run had diverged already, its loss still finite.
+        return f"Go on from before it diverged with --checkpoint.resume-step; present: {', '.join(map(str, present))}."
 
     def _timed(self, step: int, samples: int, values: dict[str, Any], flushed: bool) -> dict[str, Any]:
         config, now = self.config, time.perf_counter()
@@ -285,8 +308,7 @@ class Run:
         record |= {
             "tokens_per_second": tokens,
             "step_seconds": seconds,
-            "comm_bytes": self.comm_bytes,
-            "comm_bytes_bf16": self.comm_bytes_bf16,
+            **self.sent,
             "mfu": self.peak_flops and tokens * self.flops_per_token / self.peak_flops,
             "peak_memory_bytes": used,
             "samples": samples,
@@ -313,14 +335,15 @@ class Run:
         loss = (total + float(nll)) / (count + float(n))
         return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
 
-    def save(self) -> None:
+    def save(self, in_place_of_older: bool = True) -> None:
         state = self.program.stored.pack(self.state)
-        self.checkpoints.save(self.step, state, {"data": self.batches.state(), "seed": self.config.seed})
+        run = {"data": self.batches.state(), "seed": self.config.seed}
+        self.checkpoints.save(self.step, state, run, in_place_of_older=in_place_of_older)
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
         if not self.record:
-            self.record = {"step": self.step, "comm_bytes": self.comm_bytes, "comm_bytes_bf16": self.comm_bytes_bf16}
+            self.record = {"step": self.step, **self.sent}
             self.record |= self.validate()
         return self.record
 
@@ -353,6 +376,10 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
         )
     else:
         say(f"{axes} activation traffic: none")
+    everything = record["comm"] | {"together": {k: sum(x[k] for x in record["comm"].values()) for k in _SENT}}
+    shown = [(axis, *(x[key] / 1e6 for key in _SENT)) for axis, x in everything.items() if axis != "several"]
+    parts = [f"{axis} {mb:.2f} MB, {bf16:.2f} MB as bf16: ratio {bf16 / mb:.2f}" for axis, mb, bf16 in shown if mb]
+    say(f"all messages per device and step: {'; '.join(parts) or 'none'}")
     places = []
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:

@@ -1,18 +1,23 @@
 """The folder of a run: `config.json`, `metrics.jsonl`, `loss.png`, `checkpoints/`. Nothing in it is ever overwritten.
 
 An existing workdir is resumed if its model is the same. What a run from an earlier step would replace is set aside
-under another name.
+under another name. One run at a time works in it: it holds a lock on the file `.lock`, which ends with its process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
+LOCK = ".lock"
 # What one resumed run may change without a word: how it is run, not what it computes.
 _UNREMARKABLE = (
     "stop_after",
@@ -26,6 +31,39 @@ _UNREMARKABLE = (
     "metrics.",
     "data.prefetch",
 )
+
+
+@contextlib.contextmanager
+def locked(workdir: str | Path) -> Iterator[list[str]]:
+    """Holds `workdir`, which exists, against other runs. Yields remarks: that its file system has no locks.
+
+    The kernel keeps the lock, for this host or for all that mount a network file system, and drops it when the process
+    ends, however it ends. Raises ConfigError, naming the holder, where another run has it.
+    """
+    path = Path(workdir) / LOCK
+    remarks = []
+    try:
+        # Neither emptied nor removed by those who do not hold it, nor by the holder: a removed file can be held twice.
+        file = path.open("a+")
+    except OSError as error:
+        raise ConfigError(f"workdir={workdir}: cannot be written ({error.strerror}: {path})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(200).strip() or "a process that has not said which"
+            raise ConfigError(
+                f"workdir={workdir}: another run is working in it ({holder}); wait for its end, stop it, or use "
+                f"another --workdir"
+            ) from None
+        except OSError as error:
+            remarks.append(f"{workdir} cannot be locked ({error.strerror}): start no second run in it")
+        with contextlib.suppress(OSError):  # a full disk; the lock holds
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield remarks
 
 
 def open_workdir(config: TrainConfig) -> list[str]:

@@ -1,8 +1,13 @@
 """Checkpoints: what comes back, on which mesh, and what is refused; the workdir around them."""
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import re
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import REPOSITORY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.checkpoint import CheckpointError, Checkpoints
 from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
-from taco_jax.workdir import open_workdir, set_aside, write_text
+from taco_jax.workdir import locked, open_workdir, set_aside, write_text
 
 VOCAB = 60
 
@@ -243,6 +249,32 @@ def test_folders_that_are_no_workdir(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: corrupt"):
         open_workdir(TrainConfig(workdir=str(tmp_path)))
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    """Killed, it leaves its name in the file and nothing that holds."""
+    code = "import time; from taco_jax.workdir import locked\nwith locked('.'): print(flush=True); time.sleep(99)"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path, env=environment)
+    try:
+        process.stdout.readline()
+        with pytest.raises(ConfigError, match=f"another run is working in it \\(process {process.pid} on "):
+            with locked(tmp_path):
+                pass
+    finally:
+        process.kill()
+        process.communicate()
+    with locked(tmp_path) as remarks:
+        assert remarks == []
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path) as (remark,):
+        assert "cannot be locked (No locks available): start no second run in it" in remark
 
 
 def test_set_aside_and_write_text(tmp_path):

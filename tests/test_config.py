@@ -25,6 +25,7 @@ from taco_jax.config import (
     parse_devices,
     sequence_parallel,
     to_dict,
+    with_compression,
 )
 from taco_jax.config_check import REMAT, check
 
@@ -78,6 +79,23 @@ def test_experiments(name, repository):
         f"python -m taco_jax.train --config experiments/{name}.py",
     ):
         assert entry in card
+
+
+def test_compression_none_means_every_axis(tmp_path):
+    flags = ["--mesh.tp", "2", "--mesh.pp", "2", "--data-parallel.zero1", "--compression.plan", "layers/*", "int8h"]
+    config = check(cli.parse([*flags, "--compression.error-feedback", "--data-parallel.parameters", "int8h"]))
+    exact = with_compression(config, "none")
+    assert {exact.compression.forward, exact.compression.backward, exact.pipeline.forward, exact.pipeline.backward,
+            exact.data_parallel.gradients, exact.data_parallel.parameters} == {"none"}  # fmt: skip
+    assert not exact.compression.plan and not exact.compression.error_feedback and check(exact)
+    assert cli.parse(["--compression", "none"]) == with_compression(TrainConfig(), "none")
+    # A field's own flag has the last word, wherever it stands.
+    assert cli.parse(["--data-parallel.gradients", "sdp4", "--compression=none"]).data_parallel.gradients == "sdp4"
+    config = cli.parse(["--compression", "int6h:int8h"])
+    assert (config.compression.forward, config.compression.backward) == ("int6h", "int8h")
+    assert config.data_parallel == TrainConfig().data_parallel
+    with pytest.raises(ConfigError, match="compression.forward='nonne': no such codec preset; did you mean 'none'"):
+        check(cli.parse(["--compression", "nonne"]))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,14 @@ def test_token_files_are_mapped(tmp_path, name, vocab, option, dtype):
         ("header.bin", np.array([20240520] + [0] * 300, "<i4").tobytes(), "header of llm.c"),
         ("range.bin", np.array([1, 256, 7], "<u2").tobytes(), "token id 256 at position 1 is outside the vocabulary; "
          "ids must be below model.vocab_size=256"),
+        ("uint32.bin", np.arange(1, 200, dtype="<u4").tobytes(), "its ids are 32 bits wide; read as uint16, every "
+         "other token is none; set data.token_dtype=uint32"),
+        ("int32.u16.bin", np.arange(200, dtype="<i4").tobytes(), "set data.token_dtype=uint32"),
+        ("large.bin", np.arange(1 << 16, (1 << 16) + 999, dtype="<u4").tobytes(), "set data.token_dtype=uint32"),
+        ("int64.bin", np.arange(200, dtype="<i8").tobytes(), "its ids are 64 bits wide; read as uint16, every"),
+        ("int64.u32.bin", np.arange(200, dtype="<i8").tobytes(), "its ids are 64 bits wide; read as uint32, every"),
+        ("npy.bin", b"\x93NUMPY\x01\0" + bytes(120), "it is a NumPy .npy file; np.load(...).tofile(...) writes its"),
+        ("npz.bin", b"PK\x03\x04" + bytes(124), "it is a .npz or PyTorch archive"),
         ("a.parquet", b"x", "unknown kind of data file; use .txt, .txt.xz (read as bytes) or .bin (token ids)"),
         ("austin", None, "no such corpus; did you mean 'austen'?"),
     ],
@@ -84,6 +92,21 @@ def test_unusable_files(tmp_path, name, content, message):
     with pytest.raises(data.DataError, match=re.escape(message)) as error:
         data.open_data(DataConfig(train=str(path)), 256)
     assert "\n" not in str(error.value)
+
+
+def test_widths_that_are_right(tmp_path):
+    """Zeros, small vocabularies and ids at the upper end are no sign of another width."""
+    draw = np.random.default_rng(0).integers
+    for vocab, dtype, ids in (
+        (65_536, "<u2", np.full(999, 65_535)),
+        (256, "<u2", np.zeros(999)),
+        (2, "<u2", draw(0, 2, 999)),
+        (5, "<u2", draw(0, 5, 999)),
+        (50_257, "<u2", np.repeat(draw(0, 50_257, 500), 2)),
+        (151_936, "<u4", draw(0, 151_936, 999)),
+    ):
+        tokens = data.open_tokens(tokens_file(tmp_path / "a.bin", ids, dtype), vocab)
+        assert np.array_equal(tokens, ids) and tokens.dtype == dtype
 
 
 def test_bytes_need_a_vocabulary_of_256():

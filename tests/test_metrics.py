@@ -21,6 +21,8 @@ from taco_jax.models.presets import preset
 RECORD = {
     "step": 7, "loss": 2.34567, "grad_norm": 1.2, "learning_rate": 1e-3, "skipped": 0,
     "tokens_per_second": 123456.0, "step_seconds": 0.0664, "comm_bytes": 14.27e6, "comm_bytes_bf16": 28.31e6,
+    "comm": {"tp": {"bytes": 14.27e6, "bytes_bf16": 28.31e6}, "dp": {"bytes": 8e6, "bytes_bf16": 4e6},
+             "several": {"bytes": 20, "bytes_bf16": 10}},
     "mfu": 0.4123, "peak_memory_bytes": 3.1e9, "samples": 224,
 }  # fmt: skip
 
@@ -39,12 +41,13 @@ def write(tmp_path, steps, start, **options):
 
 def test_step_line():
     assert step_line(RECORD, 600, 3723.4) == (
-        "step   7/600  loss 2.3457  grad 1.200  123,456 tok/s  66 ms  comm 14.3 MB (1.98x)  mfu 41.2%  mem 3.1 GB  "
+        "step   7/600  loss 2.3457  grad 1.200  123,456 tok/s  66 ms  comm tp 14.3 MB (1.98x), dp 8.0 MB (0.50x)  "
+        "mfu 41.2%  mem 3.1 GB  "
         "eta 1:02:03"
     )
-    unknown = RECORD | {"loss": None, "mfu": None, "peak_memory_bytes": None, "comm_bytes": 0, "skipped": 1}
+    unknown = RECORD | {"loss": None, "mfu": None, "peak_memory_bytes": None, "comm": {}, "skipped": 1}
     assert step_line(unknown, 7, None) == (
-        "step 7/7  loss n/a  grad 1.200  123,456 tok/s  66 ms  comm 0.0 MB  mfu n/a  mem n/a GB  eta n/a  "
+        "step 7/7  loss n/a  grad 1.200  123,456 tok/s  66 ms  comm none  mfu n/a  mem n/a GB  eta n/a  "
         "SKIPPED: not finite, parameters unchanged"
     )
 

@@ -85,7 +85,8 @@ def test_a_run_goes_on_in_stages(tmp_path, whole, capsys):
     """Three axes, and optimiser states of shares."""
     assert_same_curve(run(tmp_path, WHOLE, SHARES), whole)
     out = capsys.readouterr().out
-    assert "pipeline circular: 4 microbatches, bubble 11.1%; stages send none forward, none backward" in out
+    assert "pipeline circular: 4 microbatches, bubble 11.1%\n" in out
+    assert re.search(r"^codecs: tp .*; pp none forward, none backward; dp none gradients, none weights$", out, re.M)
     assert re.search(r"^tensor- and pipeline-parallel activation traffic: .* ratio", out, re.M)
 
 

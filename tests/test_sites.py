@@ -1,5 +1,7 @@
 """The site table: its rows are what the compiled program sends, call by call."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,3 +178,27 @@ def test_forward_messages_that_are_computed_again_count_twice():
     table, _ = record(per_rank(program, 4), np.ones((4, 8, 300), np.float32))
     assert {row.direction: row.calls for row in table.rows()} == {"forward": 10, "backward": 5}
     assert sites.current_calls("forward") == 1
+
+
+def test_codecs_by_axis_and_direction():
+    """Every axis is named, exact sums of gradients too; scalars are not."""
+    table = sites.Table()
+    row = sites.Row("a", "forward", "psum", ("tp",), 2, 100, "float32", "none", "activation", 1, 8.0, 10.0, ())
+    assert table.codecs() == "none, for nothing is sent" and table.by_axis() == {}
+    inside, between = sites.Level("inside", 2, "int8h", 1.0), sites.Level("between", 2, "int4h", 1.0)
+    for changes in (
+        {"axis": ("dp",), "site": "dp/grads", "kind": "other", "direction": "backward"},
+        {},
+        {"site": "b", "codec": "taco", "bytes_bf16": 30.0},
+        {"site": "norm", "kind": "other"},
+        {"direction": "backward", "codec": "int8h", "levels": (inside, between)},
+        {"axis": ("pp",), "codec": "int8_token"},
+        {"axis": ("dp", "tp"), "site": "loss", "kind": "other"},
+        {"axis": ("dp_out",), "codec": "int4h", "site": "dp/params/0", "kind": "parameter"},
+    ):
+        table.add(dataclasses.replace(row, **changes))
+    assert table.codecs() == (
+        "tp taco (75%) + none (25%) forward, int8h (50%) + int4h (50%) backward; pp int8_token forward; "
+        "dp none gradients, int4h weights"
+    )
+    assert {axis: len(rows) for axis, rows in table.by_axis().items()} == {"tp": 4, "pp": 1, "dp": 2, "several": 1}

@@ -28,6 +28,7 @@ from taco_jax.config import (
 from taco_jax.config_check import check
 from taco_jax.metrics import read_records
 from taco_jax.train import Run, TrainingError, main, train
+from taco_jax.workdir import LOCK, locked
 
 
 def make_config(workdir, **changes) -> TrainConfig:
@@ -92,10 +93,16 @@ def test_command_line_leaves_everything(command):
     )
     assert re.search(r"^validation loss \d\.\d+ nats per token, perplexity", out.stdout, re.M)
     assert re.search(r"^tensor-parallel activation traffic: .* as bf16: ratio \d", out.stdout, re.M)
+    assert re.search(r"^codecs: tp taco .*forward, int8h .*backward; dp int8h gradients$", out.stdout, re.M)
+    line = re.search(r"^all messages per device and step: (tp .*); (dp .*); (together .*)$", out.stdout, re.M)
+    numbers = [re.fullmatch(r"\w+ (.*) MB, (.*) MB as bf16: ratio (.*)", part).groups() for part in line.groups()]
+    tp, dp, together = [[float(x) for x in part] for part in numbers]
+    assert together[:2] == pytest.approx([tp[0] + dp[0], tp[1] + dp[1]], abs=0.02)
+    assert 1.8 < dp[2] <= 1.97  # eight bits, a scale a block, and buckets filled up to whole blocks
     assert re.search(r"^loss curve .*/run/loss.png; metrics .*; checkpoint .*/run/checkpoints/6$", out.stdout, re.M)
     assert "WARNING" not in out.stderr and "Traceback" not in out.stderr
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints", LOCK}
     assert json.loads((run / "config.json").read_text())["devices"] == "cpu:8"
 
 
@@ -193,7 +200,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys,
 def test_a_checkpoint_is_under_way_before_a_validation(tmp_path, monkeypatch):
     """A scheduler that does not wait for the end of the validation costs nothing but it."""
     order, save, validate = [], Run.save, Run.validate
-    monkeypatch.setattr(Run, "save", lambda run: (order.append("save"), save(run))[1])
+    monkeypatch.setattr(Run, "save", lambda run, **how: (order.append("save"), save(run, **how))[1])
     monkeypatch.setattr(Run, "validate", lambda run: (order.append("validate"), validate(run))[1])
     train(make_config(tmp_path / "run"))
     assert order == ["save", "validate", "save", "validate"]
@@ -209,12 +216,41 @@ def test_non_finite_steps_stop_the_run(three, tmp_path, monkeypatch, capsys):
         run.state = dataclasses.replace(run.state, params=run.state.params | {"final_norm": norm})
 
     monkeypatch.setattr(Run, "begin", broken)
-    with pytest.raises(TrainingError, match="step 5: loss or gradient not finite for 2 steps in a row"):
-        train(make_config(run, checkpoint=CheckpointConfig(every=5), max_skipped_in_a_row=2))
+    message = "step 5: loss or gradient not finite for 2 steps in a row .* --checkpoint.resume-step; present: 3. Try"
+    with pytest.raises(TrainingError, match=message):
+        train(make_config(run, checkpoint=CheckpointConfig(every=1, keep=1), max_skipped_in_a_row=2))
     records = read_records(run / "metrics.jsonl")
     assert [r["skipped"] for r in records] == [0, 0, 0, 1, 1] and records[3]["grad_norm"] is None
     assert saved_steps(run) == [3]
     assert "SKIPPED" in capsys.readouterr().out
+
+
+def test_what_is_saved_beside_skipped_steps(tmp_path, monkeypatch):
+    """The next finite step in place of a skipped one; a last one that was skipped, but nothing goes for it."""
+
+    class Skipping:
+        def __init__(self, program):
+            self._program = program
+
+        def __getattr__(self, name):
+            return getattr(self._program, name)
+
+        def step(self, state, batch):
+            state, out = self._program.step(state, batch)
+            return state, out | {"skipped_in_a_row": 1.0 if int(state.step) in (4, 6) else 0.0}
+
+    begin = Run.begin
+    monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Skipping(run.program))))
+    train(make_config(tmp_path / "run", checkpoint=CheckpointConfig(every=2, keep=1)))
+    assert saved_steps(tmp_path / "run") == [5, 6]
+
+
+def test_one_run_at_a_time_in_a_workdir(whole):
+    with locked(whole) as remarks:
+        assert remarks == []
+        message = f"workdir={whole}: another run is working in it \\(process {os.getpid()} on .*--workdir"
+        with pytest.raises(ConfigError, match=message):
+            train(make_config(whole))
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys):
@@ -285,7 +321,7 @@ def test_without_checkpoints(tmp_path):
     train(config)
     train(config)
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "metrics.jsonl.aside-1", "loss.png"}
+    assert names == {"config.json", "metrics.jsonl", "metrics.jsonl.aside-1", "loss.png", LOCK}
 
 
 def test_checkpoint_folder_is_orbax(whole):

@@ -12,6 +12,17 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = {".u16.bin": "uint16", ".uint16.bin": "uint16", ".u32.bin": "uint32", ".uint32.bin": "uint32"}
 # First int32 of files written for llm.c and modded-nanogpt, which put 256 int32 before the tokens.
 HEADER_MAGIC = (20240520, 20240801, 20251013)
+# First bytes of files that hold more than ids -> what would make ids of them.
+FORMATS = {
+    b"\x93NUMPY": "a NumPy .npy file; np.load(...).tofile(...) writes its ids alone",
+    b"PK\x03\x04": "a .npz or PyTorch archive; write one array's ids alone, with its tofile",
+    b"\x1f\x8b\x08": "compressed by gzip; gunzip it",
+    b"\xfd7zXZ\0": "compressed by xz; unxz it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unzstd it",
+    b"MMIDIDX": "the .idx beside a Megatron .bin; give the .bin",
+}
+# Ids that are looked at for their width.
+WIDTH_SAMPLE, LEAST_SAMPLE = 1 << 16, 64
 # Ids looked at when a file is opened (0.1 s); the others are checked as they are read.
 CHECKED_ON_OPEN = 1 << 26
 
@@ -24,8 +35,8 @@ def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.nd
     """The ids of a `.bin` file as a read-only memory map, uint16[n] or uint32[n].
 
     `dtype` "auto" takes what the suffix says (.u16.bin, .u32.bin), else uint16 where `vocab_size` <= 65536, else
-    uint32. Raises DataError for a file that is missing, empty, not a whole number of ids, or holds an id >=
-    `vocab_size`.
+    uint32. Raises DataError for a file that is missing, empty, not a whole number of ids, written as wider integers or
+    in another format, or that holds an id >= `vocab_size`.
     """
     path = Path(path)
     require_file(path)
@@ -42,7 +53,13 @@ def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.nd
         raise DataError(
             f"{path}: starts with the 1,024-byte header of llm.c; write the token ids alone, as nanoGPT does"
         )
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, what in FORMATS.items():
+        if start.startswith(magic):
+            raise DataError(f"{path}: holds more than token ids: it is {what}")
     tokens = np.memmap(path, dtype=DTYPES[name], mode="r")
+    _check_width(tokens, path)
     check_ids(tokens[:CHECKED_ON_OPEN], vocab_size, str(path))
     return tokens
 
@@ -55,6 +72,28 @@ def check_ids(tokens: np.ndarray, vocab_size: int, name: str, offset: int = 0) -
             f"{name}: token id {int(tokens[place])} at position {offset + place} is outside the vocabulary; "
             f"ids must be below model.vocab_size={vocab_size} (is data.token_dtype right?)"
         )
+
+
+def _check_width(tokens: np.ndarray, path: Path) -> None:
+    """Raises DataError where `tokens` are halves or quarters of wider integers, whose upper parts are 0 or nearly so.
+
+    uint32, int32 and int64 ids look so to whoever reads them as narrower ones, and no text does: half of its tokens
+    would be id 0.
+    """
+    sample = tokens[:WIDTH_SAMPLE]
+    low, high = sample[0::2], sample[1::2]
+    if len(sample) < LEAST_SAMPLE:
+        return
+    # Ids of a vocabulary beyond 65,536 have a few bits in their upper half.
+    if not (low.any() if not high.any() else high.max() <= 3 and low.max() >= 256):
+        return
+    width = 2 * tokens.itemsize
+    if tokens.itemsize == 2 and not sample[2::4].any() and not sample[3::4].any():
+        width = 8
+    remedy = "set data.token_dtype=uint32" if width == 4 else "write them as uint16 or uint32 (array.astype)"
+    raise DataError(
+        f"{path}: its ids are {8 * width} bits wide; read as {tokens.dtype.name}, every other token is none; {remedy}"
+    )
 
 
 def require_file(path: Path) -> None:
