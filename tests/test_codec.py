@@ -15,8 +15,6 @@ from reference_codec import ELEMENTS, REFERENCES, Reference, exact_values, snr_d
 from taco_jax import CODECS, Codec
 from taco_jax.codec import as_codec
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
 SIZES = (1, 7, 127, 128, 129, 8191, 8193)
 FEW = (7, 129, 8193)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -7,8 +7,6 @@ import pytest
 
 from taco_jax.hadamard import ROTATIONS, block_signs, hadamard_signs, rotate, unrotate
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 
 

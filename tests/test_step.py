@@ -134,7 +134,7 @@ def test_replicas_are_bit_identical():
     "config",
     [
         pytest.param(TACO, marks=SLOW, id="plain"),
-        pytest.param(CHAINS, id="chains"),
+        pytest.param(CHAINS, marks=SLOW, id="chains"),
         pytest.param(PARALLEL, id="sequence_parallel"),
         *(
             pytest.param(dataclasses.replace(TACO, **changes), marks=SLOW, id=str(number))
@@ -280,6 +280,7 @@ def test_more_devices_than_there_are():
         make_mesh(dp=2, tp=8)
 
 
+@SLOW
 def test_validation_needs_no_more_memory_than_a_microbatch():
     def memory(accumulation):
         p = program(on(dp=2, config=CONFIG, accumulation=accumulation, global_batch=32, remat="full"))
