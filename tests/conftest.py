@@ -32,8 +32,9 @@ if not GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 # Most of the tests' time would go into LLVM's optimising of small programs that run once or twice. XLA's own passes,
-# and with them the messages that tests read in compiled HLO, are the same without. Tests of values that may
-# depend on how loops are vectorised take the fixture `optimised`; `.ci/nightly` runs all with JAX_DISABLE_MOST_OPTIMIZATIONS=0, as users compile.
+# and with them the messages that tests read in compiled HLO, are the same without. Tests of values that may depend on
+# how loops are vectorised take the fixture `optimised`; `.ci/nightly` runs all tests with
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0, as users compile.
 if not GPU:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
