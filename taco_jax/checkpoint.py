@@ -6,9 +6,13 @@ are stored whole, and a vocabulary that is padded to another size is cut or fill
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,16 @@ from taco_jax.workdir import set_aside
 
 # Parts of a state that a run can do without: what is stored is used where it fits.
 _SCALES, _COPY = "scales", "copy"
+# Why a file system takes no more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used. Its message is one line. Exit code 2."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that cannot be written. Its message is one line; those from before it are good. Exit code 1."""
 
 
 @dataclasses.dataclass
@@ -45,6 +55,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder).absolute()
         self._config = config
+        self._failed, self._written, self._hook = False, None, None
         self._manager = self._open()
 
     def _open(self):
@@ -55,11 +66,14 @@ class Checkpoints:
         # Imported where it is used: it takes seconds, and it says a lot through absl.
         import orbax.checkpoint as ocp
 
+        # What fails is raised, too: its log is the same in hundreds of lines.
         for name in ("absl", "orbax"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
         # Which of them stay is decided when one is saved.
         self._kept = Kept(self._config.keep)
+        if self._hook is None:
+            self._hook, sys.unraisablehook = sys.unraisablehook, _without_closed_loops(sys.unraisablehook)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
@@ -72,10 +86,42 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *exception) -> None:
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-            self._manager.close()
+    def __exit__(self, kind, *exception) -> None:
+        if self._manager is None:
+            return
+        try:
+            if self._failed:
+                return
+            with self._saving():
+                self._manager.wait_until_finished()
+                self._manager.close()
+            sys.unraisablehook = self._hook
+        except SaveError:
+            # What the run failed of comes first.
+            if kind is None:
+                raise
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what Orbax raises while it writes, or later of what it wrote meanwhile, into a SaveError."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            # Orbax says it in a chain of exceptions, with the sources' lines.
+            text = " ".join(" ".join(str(e) for e in _chain(error)).split())
+            full = next((os.strerror(code) for code in _FULL if os.strerror(code) in text), None)
+            where = self.folder / str(self._written)
+            complete = self._complete()
+            way = f"goes on from step {complete[-1]}, the last complete one" if complete else "starts again"
+            raise SaveError(
+                f"checkpoint {where}: cannot be written ({full or f'{type(error).__name__}: {text[:200]}'}); with more "
+                f"room the same command {way}"
+            ) from error
+
+    def _complete(self) -> list[int]:
+        """Steps whose folders have their names: one that is not complete has another."""
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
 
     def steps(self) -> list[int]:
         """Steps that can be restored, ascending."""
@@ -87,7 +133,8 @@ class Checkpoints:
 
         Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
         checkpoints are switched off or `step` is there already. in_place_of_older: where that makes more than
-        `checkpoint.keep` of them, the oldest are deleted.
+        `checkpoint.keep` of them, the oldest are deleted. SaveError where this one or the one before it cannot be
+        written.
         """
         if not self._config.enabled or step in self._manager.all_steps():
             return
@@ -96,7 +143,10 @@ class Checkpoints:
         items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
         items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
         self._kept.all = not in_place_of_older
-        self._manager.save(step, args=args.Composite(**items), force=True)
+        with self._saving():
+            self._manager.wait_until_finished()  # its error is of the step before
+            self._written = step
+            self._manager.save(step, args=args.Composite(**items), force=True)
 
     def choose(self, requested: int | None) -> int | None:
         """The step to resume from: `requested`, else the latest, else None; CheckpointError if it is absent."""
@@ -205,6 +255,22 @@ class Checkpoints:
                     f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
                     f"{dtype}{list(shape)}; use the same model or another --workdir"
                 )
+
+
+def _without_closed_loops(hook: Callable) -> Callable:
+    """`hook` but for what threads of tensorstore report, each, after a write failed and nobody waits for them."""
+
+    def unraisablehook(unraisable):
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    return unraisablehook
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _fields(state: Any) -> dict[str, Any]:

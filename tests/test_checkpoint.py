@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from helpers import REPOSITORY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.checkpoint import CheckpointError, Checkpoints
+from taco_jax.checkpoint import CheckpointError, Checkpoints, SaveError
 from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.workdir import locked, open_workdir, set_aside, write_text
 
@@ -108,6 +109,27 @@ def test_only_padding_of_the_vocabulary_changes(tmp_path, make_mesh, rows):
         target = make_state(rows)
         restored, _, _ = checkpoints.restore(3, place(target, make_mesh(tp=2)), VOCAB, no_fresh_scales)
     equal(target, restored)
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, make_mesh, capfd):
+    """Files may grow to 20 kB, as on a disk with so much room; nothing but the error comes out."""
+    state = put(make_state(), make_mesh())
+    noise = {str(i): jnp.asarray(np.random.default_rng(i).normal(size=(64, 512))) for i in range(8)}
+    large, limits = dataclasses.replace(state, params=noise), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SaveError) as error, Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, state, {})
+        checkpoints.save(4, state, {})  # waits for the one before
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            checkpoints.save(5, large, {})
+            checkpoints.save(6, state, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"checkpoint .*/c/5: cannot be written \(File too large\); with more room .* from step 4, the last .* one"
+    assert re.fullmatch(message, str(error.value))
+    assert capfd.readouterr().err == ""
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        assert checkpoints.steps() == [3, 4]
 
 
 def test_other_shapes_are_refused(tmp_path, make_mesh):
