@@ -1,7 +1,9 @@
 """Checkpoints: parameters, optimiser, site scales, data position and seed, written by Orbax while training goes on.
 
 A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays
-are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only.
+are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only. Its record
+has a digest of every array (`taco_jax.digests`), which must be that of what is restored: what a disk or a copy changed
+is named, and nothing goes on from it.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,13 @@ from typing import Any
 import jax
 
 from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.digests import digests
 from taco_jax.workdir import set_aside
 
 # Parts of a state that a run can do without: what is stored is used where it fits.
 _SCALES, _COPY = "scales", "copy"
+# What the record has beside the run's own values: digests of the arrays, which padding they leave out, and its own.
+_DIGESTS, _VOCABULARY, _RECORD = "digests", "vocabulary", "record_digest"
 # Why a file system takes no more.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -127,20 +134,36 @@ class Checkpoints:
         """Steps that can be restored, ascending."""
         return sorted(self._manager.all_steps()) if self._manager is not None else []
 
-    def save(self, step: int, state: Any, run: dict[str, Any], *, in_place_of_older: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: dict[str, Any],
+        *,
+        vocabulary: tuple[int, int] = (0, 0),
+        in_place_of_older: bool = True,
+    ) -> None:
         """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint
         `step`.
 
         Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
-        checkpoints are switched off or `step` is there already. in_place_of_older: where that makes more than
-        `checkpoint.keep` of them, the oldest are deleted. SaveError where this one or the one before it cannot be
-        written.
+        checkpoints are switched off or `step` is there already.
+
+        Args:
+          vocabulary: its size, and that to which this mesh pads it, where dims of that size have what does not count.
+          in_place_of_older: where that makes more than `checkpoint.keep` of them, the oldest are deleted.
+
+        Raises:
+          SaveError: this checkpoint or the one before it cannot be written.
         """
         if not self._config.enabled or step in self._manager.all_steps():
             return
         args, arrays = self._ocp.args, _fields(state)
         parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
-        items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
+        named = _named({"state": arrays, **parts})
+        limits = {name: _limits(leaf.shape, vocabulary) for name, leaf in named.items()}
+        record = {"step": step, **run, _VOCABULARY: list(vocabulary), _DIGESTS: digests(named, limits)}
+        items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _record_digest(record)})}
         items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
         self._kept.all = not in_place_of_older
         with self._saving():
@@ -207,6 +230,9 @@ class Checkpoints:
             items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
         run = self._readable(step, lambda: {"step": found["run"]["step"], **found["run"]})
+        self._check_record(step, run)
+        shapes_stored = {item: _tree(meta, item) for item in found if item != "run"}
+        self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
@@ -236,6 +262,42 @@ class Checkpoints:
                 f"checkpoint {self.folder / str(step)}: cannot be read ({type(error).__name__}: {what}); present "
                 f"besides: {others}, see --checkpoint.resume-step"
             ) from error
+
+    def _check_record(self, step: int, run: dict[str, Any]) -> None:
+        """Raises CheckpointError for the record of another step, and for one that is not as it was written."""
+        digest = run.pop(_RECORD, None)
+        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _record_digest(run)):
+            raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
+        if run["step"] != step:
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; rename it "
+                f"to {run['step']}, or {self._before(step)}"
+            )
+
+    def _check_digests(self, step: int, run: dict[str, Any], found: Any, stored: Any) -> None:
+        """Raises CheckpointError where arrays are not those that were saved. Earlier versions saved no digests."""
+        saved, vocabulary = run.pop(_DIGESTS, None), run.pop(_VOCABULARY, (0, 0))
+        if saved is None:
+            return
+        shapes = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+        named = {name: leaf for name, leaf in _named(found).items() if name in saved}
+        # Elements beyond what was stored are padding, too.
+        limits = {name: _limits(shapes[name], vocabulary) for name in named}
+        damaged = [name for name, digest in digests(named, limits).items() if digest != saved[name]]
+        if damaged:
+            more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is damaged: not as saved are {', '.join(damaged[:3])}{more}; "
+                f"{self._before(step)}"
+            )
+
+    def _before(self, step: int) -> str:
+        earlier = [s for s in self.steps() if s < step]
+        return (
+            f"go on from the one before with --checkpoint.resume-step {earlier[-1]}"
+            if earlier
+            else "no other is before it"
+        )
 
     def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
         want, have = _described(targets), _described(getattr(meta, "tree", meta))
@@ -273,6 +335,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(_name(key) for key in path): leaf for path, leaf in leaves}
+
+
+def _limits(shape: tuple[int, ...], vocabulary: Sequence[int]) -> tuple[int, ...]:
+    """Of each dim of a stored array, from which coordinate on there is padding."""
+    size, padded = vocabulary
+    return tuple(size if n == padded else n for n in shape)
+
+
+def _record_digest(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
 def _fields(state: Any) -> dict[str, Any]:
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
@@ -293,8 +370,7 @@ def _alike(stored: Any, scales: Any) -> Any:
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """{"opt_state.1.0.mu.embed": (shape, dtype)}; the same for the tree and for Orbax' record of it."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(_name(key) for key in path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in _named(tree).items()}
 
 
 def _name(key: Any) -> str:

@@ -26,6 +26,7 @@ from taco_jax.config_check import check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests
+from taco_jax.vocab import pad_vocab
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
 
 _SENT = ("bytes", "bytes_bf16")
@@ -351,7 +352,9 @@ class Run:
     def save(self, in_place_of_older: bool = True) -> None:
         state = self.program.stored.pack(self.state)
         run = {"data": self.batches.state(), "seed": self.config.seed}
-        self.checkpoints.save(self.step, state, run, in_place_of_older=in_place_of_older)
+        size = self.config.model.vocab_size
+        vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
+        self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
