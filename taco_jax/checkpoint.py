@@ -1,28 +1,45 @@
 """Checkpoints: parameters, optimiser, site scales, data position and seed, written by Orbax while training goes on.
 
 A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays
-are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only.
+are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only. Its record
+has a digest of every array (`taco_jax.digests`), which must be that of what is restored: what a disk or a copy changed
+is named, and nothing goes on from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import json
 import logging
-from collections.abc import Callable, Sequence
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.digests import digests
 from taco_jax.workdir import set_aside
 
 # Parts of a state that a run can do without: what is stored is used where it fits.
 _SCALES, _COPY = "scales", "copy"
+# What the record has beside the run's own values: digests of the arrays, which padding they leave out, and its own.
+_DIGESTS, _VOCABULARY, _RECORD = "digests", "vocabulary", "record_digest"
+# Why a file system takes no more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used. Its message is one line. Exit code 2."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that cannot be written. Its message is one line; those from before it are good. Exit code 1."""
 
 
 @dataclasses.dataclass
@@ -45,6 +62,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder).absolute()
         self._config = config
+        self._failed, self._written, self._hook = False, None, None
         self._manager = self._open()
 
     def _open(self):
@@ -55,11 +73,14 @@ class Checkpoints:
         # Imported where it is used: it takes seconds, and it says a lot through absl.
         import orbax.checkpoint as ocp
 
+        # What fails is raised, too: its log is the same in hundreds of lines.
         for name in ("absl", "orbax"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
         # Which of them stay is decided when one is saved.
         self._kept = Kept(self._config.keep)
+        if self._hook is None:
+            self._hook, sys.unraisablehook = sys.unraisablehook, _without_closed_loops(sys.unraisablehook)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
@@ -72,31 +93,83 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *exception) -> None:
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-            self._manager.close()
+    def __exit__(self, kind, *exception) -> None:
+        if self._manager is None:
+            return
+        try:
+            if self._failed:
+                return
+            with self._saving():
+                self._manager.wait_until_finished()
+                self._manager.close()
+            sys.unraisablehook = self._hook
+        except SaveError:
+            # What the run failed of comes first.
+            if kind is None:
+                raise
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what Orbax raises while it writes, or later of what it wrote meanwhile, into a SaveError."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            # Orbax says it in a chain of exceptions, with the sources' lines.
+            text = " ".join(" ".join(str(e) for e in _chain(error)).split())
+            full = next((os.strerror(code) for code in _FULL if os.strerror(code) in text), None)
+            where = self.folder / str(self._written)
+            complete = self._complete()
+            way = f"goes on from step {complete[-1]}, the last complete one" if complete else "starts again"
+            raise SaveError(
+                f"checkpoint {where}: cannot be written ({full or f'{type(error).__name__}: {text[:200]}'}); with more "
+                f"room the same command {way}"
+            ) from error
+
+    def _complete(self) -> list[int]:
+        """Steps whose folders have their names: one that is not complete has another."""
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
 
     def steps(self) -> list[int]:
         """Steps that can be restored, ascending."""
         return sorted(self._manager.all_steps()) if self._manager is not None else []
 
-    def save(self, step: int, state: Any, run: dict[str, Any], *, in_place_of_older: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: dict[str, Any],
+        *,
+        vocabulary: tuple[int, int] = (0, 0),
+        in_place_of_older: bool = True,
+    ) -> None:
         """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint
         `step`.
 
         Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
-        checkpoints are switched off or `step` is there already. in_place_of_older: where that makes more than
-        `checkpoint.keep` of them, the oldest are deleted.
+        checkpoints are switched off or `step` is there already.
+
+        Args:
+          vocabulary: its size, and that to which this mesh pads it, where dims of that size have what does not count.
+          in_place_of_older: where that makes more than `checkpoint.keep` of them, the oldest are deleted.
+
+        Raises:
+          SaveError: this checkpoint or the one before it cannot be written.
         """
         if not self._config.enabled or step in self._manager.all_steps():
             return
         args, arrays = self._ocp.args, _fields(state)
         parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
-        items = {"state": args.StandardSave(arrays), "run": args.JsonSave({"step": step, **run})}
+        named = _named({"state": arrays, **parts})
+        limits = {name: _limits(leaf.shape, vocabulary) for name, leaf in named.items()}
+        record = {"step": step, **run, _VOCABULARY: list(vocabulary), _DIGESTS: digests(named, limits)}
+        items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _record_digest(record)})}
         items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
         self._kept.all = not in_place_of_older
-        self._manager.save(step, args=args.Composite(**items), force=True)
+        with self._saving():
+            self._manager.wait_until_finished()  # its error is of the step before
+            self._written = step
+            self._manager.save(step, args=args.Composite(**items), force=True)
 
     def choose(self, requested: int | None) -> int | None:
         """The step to resume from: `requested`, else the latest, else None; CheckpointError if it is absent."""
@@ -157,6 +230,9 @@ class Checkpoints:
             items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
         run = self._readable(step, lambda: {"step": found["run"]["step"], **found["run"]})
+        self._check_record(step, run)
+        shapes_stored = {item: _tree(meta, item) for item in found if item != "run"}
+        self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
         remarks = []
         restored = dict(found["state"])
         if scales is not None:
@@ -187,6 +263,42 @@ class Checkpoints:
                 f"besides: {others}, see --checkpoint.resume-step"
             ) from error
 
+    def _check_record(self, step: int, run: dict[str, Any]) -> None:
+        """Raises CheckpointError for the record of another step, and for one that is not as it was written."""
+        digest = run.pop(_RECORD, None)
+        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _record_digest(run)):
+            raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
+        if run["step"] != step:
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; rename it "
+                f"to {run['step']}, or {self._before(step)}"
+            )
+
+    def _check_digests(self, step: int, run: dict[str, Any], found: Any, stored: Any) -> None:
+        """Raises CheckpointError where arrays are not those that were saved. Earlier versions saved no digests."""
+        saved, vocabulary = run.pop(_DIGESTS, None), run.pop(_VOCABULARY, (0, 0))
+        if saved is None:
+            return
+        shapes = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+        named = {name: leaf for name, leaf in _named(found).items() if name in saved}
+        # Elements beyond what was stored are padding, too.
+        limits = {name: _limits(shapes[name], vocabulary) for name in named}
+        damaged = [name for name, digest in digests(named, limits).items() if digest != saved[name]]
+        if damaged:
+            more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is damaged: not as saved are {', '.join(damaged[:3])}{more}; "
+                f"{self._before(step)}"
+            )
+
+    def _before(self, step: int) -> str:
+        earlier = [s for s in self.steps() if s < step]
+        return (
+            f"go on from the one before with --checkpoint.resume-step {earlier[-1]}"
+            if earlier
+            else "no other is before it"
+        )
+
     def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
         want, have = _described(targets), _described(getattr(meta, "tree", meta))
         where = f"checkpoint {self.folder / str(step)}"
@@ -205,6 +317,37 @@ class Checkpoints:
                     f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
                     f"{dtype}{list(shape)}; use the same model or another --workdir"
                 )
+
+
+def _without_closed_loops(hook: Callable) -> Callable:
+    """`hook` but for what threads of tensorstore report, each, after a write failed and nobody waits for them."""
+
+    def unraisablehook(unraisable):
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    return unraisablehook
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(_name(key) for key in path): leaf for path, leaf in leaves}
+
+
+def _limits(shape: tuple[int, ...], vocabulary: Sequence[int]) -> tuple[int, ...]:
+    """Of each dim of a stored array, from which coordinate on there is padding."""
+    size, padded = vocabulary
+    return tuple(size if n == padded else n for n in shape)
+
+
+def _record_digest(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _fields(state: Any) -> dict[str, Any]:
@@ -227,8 +370,7 @@ def _alike(stored: Any, scales: Any) -> Any:
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """{"opt_state.1.0.mu.embed": (shape, dtype)}; the same for the tree and for Orbax' record of it."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(_name(key) for key in path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in _named(tree).items()}
 
 
 def _name(key: Any) -> str:

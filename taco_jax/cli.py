@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TextIO
 
 from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices, with_compression
 from taco_jax.config_check import check_types
@@ -260,13 +260,33 @@ def devices(name: str | None) -> list[Any]:
         raise ConfigError(f"{where}: cannot be used here ({reason}); try --devices cpu:8") from None
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line, at once even into a pipe. A program goes on where nobody reads any more, or the device is full.
+
+    The stream is then connected to /dev/null, and where it was standard output, a line on standard error says so.
+    """
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError) as error:  # a ValueError of a closed stream
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            # What is left in the buffer goes there, now and when Python ends.
+            os.dup2(null, stream.fileno())
+            os.close(null)
+            stream.flush()
+        if stream is sys.stdout:
+            reason = getattr(error, "strerror", None) or error
+            say(f"standard output: {reason}; it goes on without", sys.stderr)
+
+
 def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:
     """Runs a program's main function: a ConfigError becomes one line on stderr and exit code 2."""
     try:
         return main(sys.argv[1:] if args is None else args) or 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        say("interrupted", sys.stderr)
         return 130

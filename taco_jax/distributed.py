@@ -6,6 +6,7 @@ program: the rendezvous and the last word (`taco_jax.supervisor`), `jax.distribu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from taco_jax import launchers
+from taco_jax import cli, launchers
 from taco_jax.config import ConfigError, TrainConfig
 from taco_jax.launchers import Launch
 from taco_jax.supervisor import Reporter, supervise
@@ -40,7 +41,7 @@ def run(config: TrainConfig, work: Callable[[TrainConfig], int]) -> int:
         start(launch, config, reporter)
         code = work(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        cli.say(f"error: {error}", sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -77,13 +78,10 @@ def start(launch: Launch, config: TrainConfig, reporter: Reporter) -> None:
         initialization_timeout=config.distributed_timeout + 60,
         heartbeat_timeout_seconds=config.heartbeat_timeout + 60,
     )
-    from taco_jax import cli
-
     cli.devices(config.devices)
-    print(
+    cli.say(
         f"process {jax.process_index()}/{jax.process_count()} holds {jax.local_device_count()} of "
-        f"{jax.device_count()} devices",
-        flush=True,
+        f"{jax.device_count()} devices"
     )
     if config.mesh.size != jax.device_count():
         raise ConfigError(
@@ -139,6 +137,7 @@ def first_alone(action: Callable[[], Result], folder: str) -> Result:
 
 def leave(code: int) -> NoReturn:
     """Ends this process without JAX's farewell, in which it would wait for the others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -11,6 +11,7 @@ its time is the mean of the recent steps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -153,7 +154,8 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what cannot be written was said when it was written first
+                self._file.close()
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -20,12 +20,13 @@ from typing import Any
 import jax
 
 from taco_jax import cli, data, distributed
-from taco_jax.checkpoint import Checkpoints
+from taco_jax.checkpoint import Checkpoints, SaveError
 from taco_jax.config import ConfigError, TrainConfig
 from taco_jax.config_check import check
 from taco_jax.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.models.params import count_params
 from taco_jax.preemption import StopRequests
+from taco_jax.vocab import pad_vocab
 from taco_jax.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
 
 _SENT = ("bytes", "bytes_bf16")
@@ -44,8 +45,8 @@ def main(args: Sequence[str]) -> int:
 def _work(config: TrainConfig) -> int:
     try:
         train(config)
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (TrainingError, SaveError) as error:
+        cli.say(f"error: {error}", sys.stderr)
         return 1
     return 0
 
@@ -59,7 +60,8 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
 
     Raises:
       ConfigError: the settings, the data or the workdir cannot be used.
-      TrainingError: too many steps in a row were not finite.
+      TrainingError: too many steps in a row were not finite, or the records cannot be written.
+      SaveError: a checkpoint cannot be written.
     """
     # Imported here: errors in the settings then come before the seconds that these imports take.
     from taco_jax import estimate
@@ -267,7 +269,7 @@ class Run:
         if write:
             if validate and not hopeless:
                 self.record |= self.validate()
-            self.recorder.write(self.record)
+            self._write_record()
             left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
             say(step_line(self.record, self.config.steps, left))
         # The run's last validation is among its last lines.
@@ -282,6 +284,18 @@ class Run:
                 f"{self.config.max_skipped_in_a_row}), and nothing was saved in them. {self._way_back()} Try a lower "
                 f"optimizer.learning_rate or compression.backward none"
             )
+
+    def _write_record(self) -> None:
+        """Writes the record; where the disk does not take it, saves the latest state and ends the run."""
+        try:
+            self.recorder.write(self.record)
+        except OSError as error:
+            # Of a step that may have been skipped: nothing goes for it.
+            self.save(in_place_of_older=False)
+            raise TrainingError(
+                f"{self.recorder.path}: cannot be written ({error.strerror}); stopped after step {self.step}; with "
+                f"more room the same command goes on"
+            ) from error
 
     def _way_back(self) -> str:
         """Which checkpoints a run that diverged can go on from."""
@@ -338,7 +352,9 @@ class Run:
     def save(self, in_place_of_older: bool = True) -> None:
         state = self.program.stored.pack(self.state)
         run = {"data": self.batches.state(), "seed": self.config.seed}
-        self.checkpoints.save(self.step, state, run, in_place_of_older=in_place_of_older)
+        size = self.config.model.vocab_size
+        vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
+        self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)
 
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
@@ -384,7 +400,7 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:
             places.append(f"loss curve {plot.draw([workdir], workdir / PLOT)}")
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             places.append(f"no loss curve ({error})")
         places.append(f"metrics {workdir / METRICS}")
     if config.checkpoint.enabled:
@@ -393,9 +409,9 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
 
 
 def say(text: str) -> None:
-    """Prints on the first process, at once even into a pipe."""
+    """Prints on the first process."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        cli.say(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from helpers import REPOSITORY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.checkpoint import CheckpointError, Checkpoints
+from taco_jax.checkpoint import CheckpointError, Checkpoints, SaveError
 from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.digests import _on_device as digest_on_device
+from taco_jax.digests import digests
 from taco_jax.workdir import locked, open_workdir, set_aside, write_text
 
 VOCAB = 60
@@ -108,6 +111,27 @@ def test_only_padding_of_the_vocabulary_changes(tmp_path, make_mesh, rows):
         target = make_state(rows)
         restored, _, _ = checkpoints.restore(3, place(target, make_mesh(tp=2)), VOCAB, no_fresh_scales)
     equal(target, restored)
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, make_mesh, capfd):
+    """Files may grow to 20 kB, as on a disk with so much room; nothing but the error comes out."""
+    state = put(make_state(), make_mesh())
+    noise = {str(i): jnp.asarray(np.random.default_rng(i).normal(size=(64, 512))) for i in range(8)}
+    large, limits = dataclasses.replace(state, params=noise), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SaveError) as error, Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, state, {})
+        checkpoints.save(4, state, {})  # waits for the one before
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            checkpoints.save(5, large, {})
+            checkpoints.save(6, state, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"checkpoint .*/c/5: cannot be written \(File too large\); with more room .* from step 4, the last .* one"
+    assert re.fullmatch(message, str(error.value))
+    assert capfd.readouterr().err == ""
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        assert checkpoints.steps() == [3, 4]
 
 
 def test_other_shapes_are_refused(tmp_path, make_mesh):
@@ -230,6 +254,76 @@ def test_workdir_is_created_then_resumed(tmp_path):
     changed = dataclasses.replace(config, steps=5, stop_after=2, mesh=MeshConfig(tp=2))
     assert open_workdir(changed) == ["mesh.tp 1 -> 2", "steps 1000 -> 5"]
     assert (tmp_path / "runs" / "a" / "config.json").read_text() == first
+
+
+def test_a_changed_bit_is_never_loaded(tmp_path, make_mesh):
+    """Anywhere in the largest file of arrays: named, with the step before, on a mesh with another padding."""
+    mesh, rng = make_mesh(tp=2), np.random.default_rng(0)
+    state = make_state()
+    state.params["layers"]["kernel"] = jnp.asarray(rng.normal(size=(2, 16, 64)), jnp.float32)
+    target = make_state(72)
+    target.params["layers"]["kernel"] = state.params["layers"]["kernel"]
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, put(state, make_mesh(tp=4)), {"seed": 0}, vocabulary=(VOCAB, 64))
+    data = largest(tmp_path / "c" / "4", "state/ocdbt.process_0/d/*")
+    whole, outcomes = data.read_bytes(), []
+    for at in rng.integers(0, len(whole), 10):
+        data.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :])
+        with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+            try:
+                restored, _, _ = checkpoints.restore(4, place(target, mesh), VOCAB, no_fresh_scales)
+            except CheckpointError as error:
+                outcomes.append(str(error))
+            else:
+                equal(restored.params, target.params)
+    damaged = [text for text in outcomes if "c/4: is damaged: not as saved are state.params.layers.kernel" in text]
+    assert damaged and all("go on from the one before with --checkpoint.resume-step 3" in text for text in damaged)
+    data.write_bytes(whole)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        equal(checkpoints.restore(4, place(target, mesh), VOCAB, no_fresh_scales)[0].params, target.params)
+
+
+def test_a_record_says_its_step_and_whether_it_is_whole(tmp_path, make_mesh):
+    state, run = put(make_state(), make_mesh()), {"data": {"samples": 8}, "seed": 0}
+    shapes = place(make_state(), make_mesh())
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, state, run)
+    restore = lambda checkpoints, step: checkpoints.restore(step, shapes, VOCAB, no_fresh_scales)
+    (tmp_path / "c" / "4").rename(tmp_path / "c" / "7")
+    record = tmp_path / "c" / "7" / "run" / "metadata"
+    written = record.read_text()
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        message = r"c/7: is that of step 4, under another name; rename it to 4, or go on .* --checkpoint.resume-step 3$"
+        with pytest.raises(CheckpointError, match=message):
+            restore(checkpoints, 7)
+        record.write_text(written.replace('"samples": 8', '"samples": 9'))
+        with pytest.raises(CheckpointError, match=r"c/7: its record is damaged; go on from the one before"):
+            restore(checkpoints, 7)
+        # As earlier versions wrote it.
+        old = {k: v for k, v in json.loads(written).items() if k in ("data", "seed")} | {"step": 7}
+        record.write_text(json.dumps(old))
+        assert restore(checkpoints, 7)[1] == {"step": 7, **run}
+
+
+def test_digests_depend_on_values_and_places_alone(make_mesh):
+    """Not on meshes, dtypes' padding or what adds them up; one bit is enough to change them."""
+    rng, mesh = np.random.default_rng(0), make_mesh(dp=2, tp=4)
+    whole = lambda x: digests({"x": x}, {"x": x.shape})["x"]
+    for shape, dtype in (((8, 12, 16), "float32"), ((16,), "bfloat16"), ((), "int32"), ((8, 4), "int8")):
+        x = jnp.asarray(rng.normal(size=shape) * 9).astype(dtype)
+        expected = whole(x)
+        for spec in (P(), P("tp") if shape else P(), P(None, None, "tp") if len(shape) == 3 else P()):
+            assert whole(jax.device_put(x, NamedSharding(mesh, spec))) == expected
+        assert int(digest_on_device(x, np.zeros(x.ndim, np.uint32), x.shape)) == expected
+        flat = np.array(x).reshape(-1).view(np.uint8)
+        for at in rng.integers(0, flat.size, 20):
+            changed = flat.copy()
+            changed[at] ^= 1 << rng.integers(8)
+            assert whole(jnp.asarray(changed.view(x.dtype).reshape(shape))) != expected
+    longer = jnp.pad(x, [(0, 8), (0, 0)], constant_values=3)
+    assert digests({"x": longer}, {"x": (8, 4)})["x"] == expected != whole(x[::-1])
 
 
 def test_workdir_of_another_model(tmp_path):

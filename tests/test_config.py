@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 import sys
 
@@ -433,3 +434,16 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 """
     cleared = int(run_python(code, devices=None, env=env).stdout)
     assert cleared <= 256 if keeps else cleared >= 1024, f"{cleared} MB of new pages for 20 calls"
+
+
+def test_a_program_goes_on_without_its_output(monkeypatch, capfd):
+    """A reader that has gone, as after `| head`, and a device that is full: one line, and what follows is dropped."""
+    read, write = os.pipe()
+    os.close(read)
+    for descriptor, reason in ((write, "Broken pipe"), (os.open("/dev/full", os.O_WRONLY), "No space left on device")):
+        with open(descriptor, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            for number in range(3):
+                cli.say(f"step {number}")
+            assert os.readlink(f"/proc/self/fd/{descriptor}") == os.devnull
+        assert capfd.readouterr().err == f"standard output: {reason}; it goes on without\n"

@@ -1,6 +1,7 @@
 """The trainer from the command line to the files it leaves: resuming, stopping early, non-finite steps, refusals."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -26,7 +27,7 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.config_check import check
-from taco_jax.metrics import read_records
+from taco_jax.metrics import Recorder, read_records
 from taco_jax.train import Run, TrainingError, main, train
 from taco_jax.workdir import LOCK, locked
 
@@ -243,6 +244,29 @@ def test_what_is_saved_beside_skipped_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Skipping(run.program))))
     train(make_config(tmp_path / "run", checkpoint=CheckpointConfig(every=2, keep=1)))
     assert saved_steps(tmp_path / "run") == [5, 6]
+
+
+def test_records_that_cannot_be_written_end_the_run(whole, tmp_path, monkeypatch):
+    """In one line, with the latest step saved: the run goes on as if nothing had been."""
+    write = Recorder.write
+
+    def full(recorder, record):
+        if record["step"] == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(recorder, record)
+
+    config = make_config(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "write", full)
+        with pytest.raises(
+            TrainingError, match=r"metrics.jsonl: cannot be written \(No space left on device\); stopped"
+        ):
+            train(config)
+    (step,) = saved_steps(tmp_path / "run")
+    assert step in (3, 4)
+    train(config)
+    found, expected = losses(tmp_path / "run"), losses(whole)
+    assert found == {number: expected[number] for number in found} and found.keys() >= {1, 2, 5, 6}
 
 
 def test_one_run_at_a_time_in_a_workdir(whole):
