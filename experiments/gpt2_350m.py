@@ -19,7 +19,7 @@ config = TrainConfig(
     data=DataConfig(train="austen", sequence_length=1024),
     global_batch=64,
     accumulation=4,
-    optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=700),
+    optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=700),
     steps=10_000,
     remat="none",
     checkpoint=CheckpointConfig(every=1000),

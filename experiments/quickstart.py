@@ -42,7 +42,7 @@ config = TrainConfig(
     # A message has 16 x 128 x 256 elements: each of the four ranks' parts fills whole 1,024-byte tiles of the wire.
     data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,
-    optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=40),
+    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=40),
     steps=180,
     checkpoint=CheckpointConfig(every=90, keep=2),
     evaluation=EvalConfig(every=90),

@@ -23,7 +23,7 @@ config = TrainConfig(
     mesh=MeshConfig(dp=1, tp=4),
     data=DataConfig(train="austen", sequence_length=2048),
     global_batch=8,
-    optimizer=OptimizerConfig(learning_rate=1.2e-4, min_learning_rate=1.2e-5, warmup_steps=5),
+    optimizer=OptimizerConfig(learning_rate=1.2e-4, warmup_steps=5),
     steps=20,
     remat="full",
     checkpoint=CheckpointConfig(enabled=False),

@@ -40,7 +40,7 @@ config = TrainConfig(
     data_parallel=DataParallelConfig(gradients="int8h", zero1=True),
     data=DataConfig(train="austen", sequence_length=128),
     global_batch=32,
-    optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=40),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
     steps=240,
     checkpoint=CheckpointConfig(enabled=False),
     evaluation=EvalConfig(every=120),

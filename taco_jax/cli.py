@@ -16,18 +16,19 @@ import runpy
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import NoneType
 from typing import Any, TextIO
 
-from taco_jax.config import ConfigError, TrainConfig, keys, nearest, parse_devices, with_compression
+from taco_jax.config import ConfigError, TrainConfig, get, keys, nearest, parse_devices, with_compression
 from taco_jax.config_check import check_types
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
 --config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
-'config'; the flags below override single fields of it. With --config, --help shows the file's values as defaults.
+'config'. It is executed: give only a file that you would run. The flags below override single fields of it. With
+--config, --help shows the file's values as defaults.
 
 --compression none makes all messages exact, those of tensor, pipeline and data parallelism; --compression
 FORWARD:BACKWARD, or one name for both, sets the tensor-parallel codecs alone. Flags of single fields go before it."""
@@ -59,7 +60,8 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
     import tyro
 
     if not {"-h", "--help"} & set(args):
-        _check_flags(args, {key.replace("_", "-") for key in keys(default)} | {"help", *more})
+        known = {key.replace("_", "-"): get(default, key) for key in keys(default)} | dict.fromkeys({"help", *more})
+        _check_flags(args, known)
         args = _spelled_out(args, type(default))
     errors = io.StringIO()
     try:
@@ -72,12 +74,23 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
 
 
 def load(path: str | Path) -> TrainConfig:
-    """The `config` of an experiment file; ConfigError when there is none or the file does not run."""
+    """The `config` of an experiment file, which is executed; ConfigError when there is none or it does not run."""
     path = Path(path)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("experiments")
         known = [str(p) for p in sorted(folder.glob("*.py")) if "\nconfig = " in p.read_text(errors="replace")]
-        raise ConfigError(f"--config {path}: no such file; {nearest(str(path), known) if known else 'give a .py file'}")
+        what = "is a folder" if path.is_dir() else "no such file"
+        if (path / "config.json").is_file():
+            raise ConfigError(
+                f"--config {path}: is the workdir of a run; give the experiment file that it was started with, and "
+                f"--workdir {path} to go on with it (its config.json has the settings)"
+            )
+        raise ConfigError(f"--config {path}: {what}; {nearest(str(path), known) if known else 'give a .py file'}")
+    if path.suffix.lower() in (".json", ".yaml", ".yml", ".toml"):
+        raise ConfigError(
+            f"--config {path}: is no experiment file; give a Python file that assigns a TrainConfig to the name "
+            f"'config', such as experiments/quickstart.py, and what differs as flags"
+        )
     try:
         names = runpy.run_path(str(path), run_name="__config__")
     except ConfigError as error:
@@ -114,8 +127,11 @@ def _take(args: list[str], name: str, needs: str) -> tuple[str | None, list[str]
     return (values[0] if values else None), rest
 
 
-def _check_flags(args: Sequence[str], known: set[str]) -> None:
-    """Unknown flags, each with the nearest known one. A dash and an underscore mean the same."""
+def _check_flags(args: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an unknown flag, with the nearest known one. A dash and an underscore mean the same.
+
+    known: flags with their default values.
+    """
     for arg in args:
         if not re.match(r"--[A-Za-z]", arg):
             continue
@@ -144,10 +160,20 @@ def _spelled_out(args: Sequence[str], cls: type) -> list[str]:
     return out
 
 
-def _nearest_flag(flag: str, known: set[str]) -> str:
+def _nearest_flag(flag: str, known: Mapping[str, Any]) -> str:
+    group, _, last = flag.removeprefix("no-").rpartition(".")
+    if flag.startswith("no-") and isinstance(known.get(f"{group}.{last}".lstrip(".")), bool):
+        return f"to switch it off, say --{group}.no-{last}"
+    last = flag.rpartition(".")[2]
     # A flag without its group ("--tp") is nearer to "--mesh.tp" than letters say.
-    same_end = sorted(key for key in known if key.rpartition(".")[2] == flag.rpartition(".")[2])
-    close = same_end[:1] or difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+    same_end = sorted(key for key in known if key.rpartition(".")[2] == last)
+    alike = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
+    end = lambda key: alike(last, key.rpartition(".")[2])
+    # One of a group is like those of the group in the group's letters alone.
+    likeness = {key: min(alike(flag, key), end(key) + 0.3) if "." in flag else end(key) for key in known}
+    best = max(likeness, key=lambda key: (likeness[key], key))
+    # Fewer letters in common are chance.
+    close = same_end[:1] or [best] * (likeness[best] >= 0.75)
     return f"did you mean --{close[0]}?" if close else "--help lists them all"
 
 

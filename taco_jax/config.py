@@ -140,8 +140,10 @@ class OptimizerConfig:
 
     learning_rate: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
-    min_learning_rate: float = 3e-5
-    """Learning rate at the last step."""
+    min_learning_rate: float | None = None
+    """Learning rate at the last step; None: learning_rate x min_learning_rate_ratio."""
+    min_learning_rate_ratio: float = 0.1
+    """Share of learning_rate that is left at the last step where min_learning_rate is None."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises linearly."""
     beta1: float = 0.9
@@ -154,6 +156,12 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None does not clip."""
+
+    @property
+    def floor(self) -> float:
+        """The learning rate at the last step."""
+        given = self.min_learning_rate
+        return self.learning_rate * self.min_learning_rate_ratio if given is None else given
 
 
 @dataclasses.dataclass(frozen=True)

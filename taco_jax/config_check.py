@@ -103,16 +103,21 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     ):
         _require(0 < get(config, key) < math.inf, config, key, "must be above 0 and finite")
     for key in ("optimizer.min_learning_rate", "optimizer.weight_decay"):
-        _require(0 <= get(config, key) < math.inf, config, key, "must be 0 or more and finite")
+        value = get(config, key)
+        _require(value is None or 0 <= value < math.inf, config, key, "must be 0 or more and finite")
+    rule = "must be from 0 to 1, the share of learning_rate at the last step"
+    key = "optimizer.min_learning_rate_ratio"
+    _require(0 <= config.optimizer.min_learning_rate_ratio <= 1, config, key, rule)
     for key in ("optimizer.beta1", "optimizer.beta2"):
         _require(0 <= get(config, key) < 1, config, key, "must be at least 0 and below 1")
     _require(config.seed < 1 << 32, config, "seed", "must be below 2**32")
     _require(config.loss_chunk is None or config.loss_chunk >= 1, config, "loss_chunk", "must be at least 1, or None")
     _require(
-        config.optimizer.min_learning_rate <= config.optimizer.learning_rate,
+        config.optimizer.floor <= config.optimizer.learning_rate,
         config,
         "optimizer.min_learning_rate",
-        f"must not exceed learning_rate={config.optimizer.learning_rate}",
+        f"must not exceed learning_rate={config.optimizer.learning_rate}; None makes it a share of that, "
+        f"min_learning_rate_ratio={config.optimizer.min_learning_rate_ratio}",
     )
     clip = config.optimizer.clip_norm
     _require(clip is None or clip > 0, config, "optimizer.clip_norm", "must be above 0, or None for no clipping")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from taco_jax import dense
 from taco_jax.codec import Codec
@@ -61,7 +63,7 @@ class CompressedDense(nnx.Module):
         from the same seed. The row bias is added once, after the sum. Gradients of parameters are summed over the
         other mesh axes in param_dtype.
       mesh: by default that of `jax.set_mesh`, looked up at each call. If one of them is there at construction,
-        parameters are created sharded, else where JAX puts them.
+        parameters are created sharded and site scales whole on every device, else where JAX puts them.
       batch_axes: mesh axes of dim 0 of x and y, one name or several, () for none. None: what the type of x says on
         Explicit axes, and every Auto axis but `axis`. Not used inside a shard_map.
       sequence_dim: for sequence parallelism. What would be the same on every device is split along this dim instead,
@@ -120,10 +122,15 @@ class CompressedDense(nnx.Module):
         self.kernel = parameter(kernel_init, (in_features, out_features), self.dense.kernel_names)
         self.bias = parameter(bias_init, (out_features,), self.dense.bias_names) if use_bias else nnx.data(None)
         if self.dense.compression is not None:
-            state = new_scale_state()
-            self.exponents = SiteScale(jnp.asarray(state.exponents))
-            self.history = SiteScale(jnp.asarray(state.history))
-            self.amax_slot = AmaxSlot(jnp.zeros((2, 1), jnp.float32))
+            state, given = new_scale_state(), self.dense.mesh
+            # Where the parameters are: a checkpoint brings each variable back where it was, for good.
+            whole = (
+                None if given is None or dense.in_region() or not dense.can_place(given) else NamedSharding(given, P())
+            )
+            place = lambda value: jax.device_put(jnp.asarray(value), whole)
+            self.exponents = SiteScale(place(state.exponents))
+            self.history = SiteScale(place(state.history))
+            self.amax_slot = AmaxSlot(place(jnp.zeros((2, 1), jnp.float32)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]

@@ -5,8 +5,7 @@ A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", 
 "validation_perplexity" where the step was validated and "sites" where SNR was measured. Losses are nats per token,
 times seconds, `comm_bytes` what one device sends per step as activation traffic over tp and pp and `comm_bytes_bf16`
 the same messages as bf16. `comm` counts all messages, by axis: {"tp": {"bytes", "bytes_bf16"}, ...}. A value that is
-not finite or not known is null. A step that a validation or checkpoint follows is not overlapped with the next one:
-its time is the mean of the recent steps.
+not finite or not known is null. A step's time is that from the end of the step before it to its own, on the devices.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from taco_jax.config import OptimizerConfig
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """lr(t) for t = 0 .. steps - 1: linear to `learning_rate` over `warmup_steps`, then a cosine that ends at
-    `min_learning_rate` on the last step and stays there. The first step already moves: lr(0) = peak / warmup_steps."""
-    peak, low, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    `floor` on the last step and stays there. The first step already moves: lr(0) = peak / warmup_steps."""
+    peak, low, warmup = config.learning_rate, config.floor, config.warmup_steps
     fall = max(steps - 1 - warmup, 1)
 
     def schedule(count):

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ class Run:
         self.peak_flops = peak and peak * config.mesh.size
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.sent: dict[str, Any] = {}  # what a record says of messages
+        # Notes when a step's metrics are there: this thread may come later, when the next step is done too.
+        self.watch = ThreadPoolExecutor(1)
         self.clock: float | None = None
         self.timed_step = 0
         self.seconds_per_step: float | None = None
@@ -215,7 +218,7 @@ class Run:
             self.requests.prepare(self.program.mesh)
             say(f"compiled in {time.perf_counter() - start:.0f} s")
         self.first = self.step + 1
-        pending: tuple[int, int, Any] | None = None
+        pending: tuple[int, int, Any, Future] | None = None
         while self.step < self.stop and not self.stopped_by:
             self.step += 1
             batch = data.device_batch({"tokens": next(self.batches)}, self.program.batch_sharding)
@@ -227,14 +230,14 @@ class Run:
             self.state, out = advance(self.state, batch)
             if pending:
                 self.finish(*pending)
-            pending = (self.step, self.batches.samples, out)
+            pending = (self.step, self.batches.samples, out, self.watch.submit(_when_done, out))
             last = self.step == self.stop
             self.stopped_by = None if last else stop_request()
             # Who asks to stop may not wait for a validation.
             validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
             save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
             if validate or save:
-                self.finish(*pending, validate=validate, save=save, flushed=True)
+                self.finish(*pending, validate=validate, save=save)
                 pending = None
                 self.clock, self.timed_step = time.perf_counter(), self.step
 
@@ -243,16 +246,16 @@ class Run:
         step: int,
         samples: int,
         out: Any,
+        done: Future,
         *,
         validate: bool = False,
         save: bool = False,
-        flushed: bool = False,
     ) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn.
 
+        done: the time at which they were there.
         save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither. A
           step that was skipped is not saved, but where the run ends with it: the next finite one is in its place.
-        flushed: no later step is under way, so the metrics come sooner after the step's start than those of the others.
         """
         values = dict(jax.device_get(out))
         in_a_row = int(values.pop("skipped_in_a_row"))
@@ -260,7 +263,7 @@ class Run:
         turn = step == self.first or step % self.config.metrics.every == 0
         write = turn or validate or self.stopped_by or values["skipped"] or "stats" in values
         if write:
-            self.record = self._timed(step, samples, values, flushed)
+            self.record = self._timed(step, samples, values, done.result())
         if save and not hopeless:
             ends = step == self.stop or self.stopped_by
             self.owed = bool(in_a_row and not ends)
@@ -305,12 +308,9 @@ class Run:
         # The last of them may have been saved when the run had diverged already, its loss still finite.
         return f"Go on from before it diverged with --checkpoint.resume-step; present: {', '.join(map(str, present))}."
 
-    def _timed(self, step: int, samples: int, values: dict[str, Any], flushed: bool) -> dict[str, Any]:
-        config, now = self.config, time.perf_counter()
+    def _timed(self, step: int, samples: int, values: dict[str, Any], now: float) -> dict[str, Any]:
+        config = self.config
         seconds = (now - self.clock) / (step - self.timed_step)
-        if flushed and self.seconds_per_step is not None:
-            # Its own time would be out of phase with the others' and too short: it repeats the recent steps' mean.
-            seconds = self.seconds_per_step
         self.clock, self.timed_step = now, step
         # The remaining time follows the recent steps.
         old = self.seconds_per_step
@@ -364,8 +364,14 @@ class Run:
         return self.record
 
     def close(self) -> None:
+        self.watch.shutdown(wait=False)
         if self.recorder is not None:
             self.recorder.close()
+
+
+def _when_done(out: Any) -> float:
+    jax.block_until_ready(out)
+    return time.perf_counter()
 
 
 def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stopped_by: str | None) -> None:

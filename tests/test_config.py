@@ -8,6 +8,7 @@ import os
 import re
 import sys
 
+import numpy as np
 import pytest
 
 import taco_jax.config
@@ -105,6 +106,14 @@ def test_compression_none_means_every_axis(tmp_path):
         (["--stepz", "5"], "unknown option --stepz; did you mean --steps?"),
         (["--tp", "5"], "did you mean --mesh.tp?"),
         (["--compression.foward=taco"], "unknown option --compression.foward; did you mean --compression.forward?"),
+        (
+            ["--no-checkpoint.enabled"],
+            "unknown option --no-checkpoint.enabled; to switch it off, say --checkpoint.no-en",
+        ),
+        (["--no-mesh.tp"], "unknown option --no-mesh.tp; did you mean --mesh.tp?"),
+        (["--pretrained", "a"], "unknown option --pretrained; --help lists them all"),
+        (["--optimizer.lr", "1"], "unknown option --optimizer.lr; --help lists them all"),
+        (["--learning-rte", "1"], "did you mean --optimizer.learning-rate?"),
         (["--steps", "abc"], "--steps: 'abc' is no whole number, such as 2"),
         (["--optimizer.beta1", "x"], "--optimizer.beta1: 'x' is no number, such as 0.1"),
         (["--compression.min-bytes", "x"], "--compression.min-bytes: 'x' must be one of {None}|INT"),
@@ -157,9 +166,39 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         cli.load(tmp_path / "quikstart.py")
 
 
+def test_what_is_no_experiment_file_says_what_would_work(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    for name, message in (
+        (
+            "run",
+            "run: is the workdir of a run; give the experiment file that it was started with, and --workdir .*/run",
+        ),
+        ("run/config.json", "config.json: is no experiment file; give a Python file that assigns a TrainConfig"),
+        ("a.yaml", "a.yaml: no such file"),
+        (".", "is a folder; did you mean|is a folder; give a .py file"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            cli.load(tmp_path / name)
+        assert "\n" not in str(error.value)
+    (tmp_path / "a.yaml").write_text("config: 1")
+    with pytest.raises(ConfigError, match="a.yaml: is no experiment file; give a Python file"):
+        cli.load(tmp_path / "a.yaml")
+
+
+def test_the_floor_of_the_learning_rate_follows_it():
+    config = check(cli.parse(["--optimizer.learning-rate", "1e-6"]))
+    assert config.optimizer.floor == pytest.approx(1e-7)
+    flags = ["--optimizer.learning-rate", "1e-6", "--optimizer.min-learning-rate-ratio", "0.5"]
+    assert check(cli.parse(flags)).optimizer.floor == pytest.approx(5e-7)
+    assert check(cli.parse([*flags, "--optimizer.min-learning-rate", "1e-8"])).optimizer.floor == 1e-8
+    assert np.float32(TrainConfig().optimizer.floor) == np.float32(3e-5)  # as it was when it was a number
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"optimizer.min_learning_rate_ratio": 1.5}, "optimizer.min_learning_rate_ratio=1.5: must be from 0 to 1"),
         ({"mesh.tp": 3}, "8 heads, 4 kv heads: tp 3 does not divide 8; try 1, 2, 4 or 8"),
         ({"mesh.tp": 16}, "try 1, 2, 4 or 8"),
         ({"mesh.dp": 0}, "mesh.dp=0: must be at least 1"),

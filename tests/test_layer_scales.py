@@ -169,6 +169,20 @@ def test_nnx_training_step_with_site_scales():
 
 
 @pytest.mark.slow  # the README's example, below, is one too
+def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
+    """All of its variables on the mesh that it was given, so that one program takes them."""
+    import orbax.checkpoint as ocp
+
+    layer = CompressedDense(D, D, compression="taco", mesh=make_mesh(dp=2, tp=4), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "c", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+    run, x = jax.jit(lambda state, x: nnx.merge(graph, state)(x)), jnp.ones((4, 8, D))
+    np.testing.assert_array_equal(run(restored, x), run(state, x))
+
+
 def test_nnx_training_step_that_ignores_site_scales():
     """Default nnx.grad and nnx.Optimizer, on a model that was built without a mesh."""
     x_BLD, y_BLD = data()

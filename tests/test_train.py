@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -224,6 +225,30 @@ def test_non_finite_steps_stop_the_run(three, tmp_path, monkeypatch, capsys):
     assert [r["skipped"] for r in records] == [0, 0, 0, 1, 1] and records[3]["grad_norm"] is None
     assert saved_steps(run) == [3]
     assert "SKIPPED" in capsys.readouterr().out
+
+
+def test_a_step_takes_its_own_time_where_the_host_is_late(tmp_path, monkeypatch):
+    """The second step is done when the first one's metrics are read: it did not take the microseconds in between."""
+
+    class Late:
+        def __init__(self, program):
+            self._program = program
+
+        def __getattr__(self, name):
+            return getattr(self._program, name)
+
+        def step(self, state, batch):
+            state, out = self._program.step(state, batch)
+            if int(state.step) == 2:
+                time.sleep(0.5)
+            return state, out
+
+    begin = Run.begin
+    monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Late(run.program))))
+    monkeypatch.setattr(Run, "validate", lambda run: {})
+    train(make_config(tmp_path / "run", stop_after=3, checkpoint=CheckpointConfig(enabled=False)))
+    seconds = [r["step_seconds"] for r in read_records(tmp_path / "run" / "metrics.jsonl")]
+    assert min(seconds) > 0.01 and sum(seconds) > 0.5
 
 
 def test_what_is_saved_beside_skipped_steps(tmp_path, monkeypatch):
