@@ -52,7 +52,7 @@ def test_gradients_equal_those_of_one_device(name, tp, dp, sequence_parallel, re
 @pytest.mark.parametrize(
     "codec, remat, n",
     [
-        ("taco", "full", 2),
+        pytest.param("taco", "full", 2, marks=SLOW),
         pytest.param("taco", "full", 4, marks=SLOW),
         pytest.param("int8h", "dots", 4, marks=SLOW),
         pytest.param("e4m3", "none", 4, marks=SLOW),

@@ -163,6 +163,7 @@ def test_resume_from_an_earlier_step(whole, tmp_path):
     assert (tmp_path / "copy" / "metrics.jsonl.aside-1").is_file()
 
 
+@pytest.mark.slow
 def test_statistics(tmp_path):
     metrics = MetricsConfig(every=100, snr_every=2)
     train(make_config(tmp_path / "a", mesh=MeshConfig(dp=1, tp=2), global_batch=4, stop_after=3, metrics=metrics))

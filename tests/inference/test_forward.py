@@ -123,6 +123,7 @@ def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_perplexity_sees_the_last_position_as_prefill_does():
     """The same errors are fed back and the last one is delivered, so that the table says what generation gets."""
     run = Run(QWEN2, tp=4, batch=1, length=SLOTS)

@@ -51,6 +51,7 @@ def test_types_on_the_mesh():
     np.testing.assert_array_equal(up, given["layers"]["mlp"]["up"]["kernel"].astype(np.float16))
 
 
+@pytest.mark.slow
 def test_random_parameters_depend_on_the_seed_alone():
     of = lambda tp, seed: ids(taco_jax.Generator.of(QWEN2, tp=tp, seed=seed, dtype="float32"))
     make_mesh(tp=2)
