@@ -15,12 +15,28 @@ from typing import Any
 import jax
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from taco_jax.collectives.region import axis_tuple
 from taco_jax.data_parallel import DataParallel
 from taco_jax.pipeline import layout
 from taco_jax.shares import Cut
 
 _WHOLE = "whole"  # of a leaf that is stored as it is
+
+
+def _gathered(a: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """`a` with its layers on every stage, where XLA can change their order in no other way, which it would complain of.
+
+    That is where devices hold the same part of `target`; elsewhere they exchange layers.
+    """
+    mesh, spec = target.sharding.mesh, target.sharding.spec
+    cut = {axis for entry in spec if entry is not None for axis in axis_tuple(entry)}
+    if a.shape == target.shape or cut >= {axis for axis, size in mesh.shape.items() if size > 1}:
+        return a
+    rest = min(a.ndim, len(target.shape)) - 1
+    whole = P(*[None] * (a.ndim - rest), *[P.UNCONSTRAINED] * rest)
+    return lax.with_sharding_constraint(a, NamedSharding(mesh, whole))
 
 
 class Stored:
@@ -73,8 +89,10 @@ class Stored:
         return state
 
     def _reshaped(self, way, state: Any, shapes: Any) -> Any:
-        shardings = jax.tree.map(lambda a: a.sharding, shapes)
-        return jax.jit(functools.partial(self._each_param, way(self._chunks)), out_shardings=shardings)(state)
+        def reshape(state):
+            return self._each_param(way(self._chunks), jax.tree.map(_gathered, state, shapes))
+
+        return jax.jit(reshape, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))(state)
 
     def _each_param(self, function, state: Any) -> Any:
         """The state with function(leaf, whether it is stacked over layers) of parameters, moments and copy."""

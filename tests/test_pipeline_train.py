@@ -81,10 +81,11 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
-def test_a_run_goes_on_in_stages(tmp_path, whole, capsys):
+def test_a_run_goes_on_in_stages(tmp_path, whole, capfd):
     """Three axes, and optimiser states of shares."""
     assert_same_curve(run(tmp_path, WHOLE, SHARES), whole)
-    out = capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert "Involuntary full rematerialization" not in err  # of chunks that become layers; jax 0.12 says it
     assert "pipeline circular: 4 microbatches, bubble 11.1%\n" in out
     assert re.search(r"^codecs: tp .*; pp none forward, none backward; dp none gradients, none weights$", out, re.M)
     assert re.search(r"^tensor- and pipeline-parallel activation traffic: .* ratio", out, re.M)
