@@ -102,7 +102,8 @@ class Checkpoints:
             with self._saving():
                 self._manager.wait_until_finished()
                 self._manager.close()
-            sys.unraisablehook = self._hook
+            if kind is None:
+                sys.unraisablehook = self._hook
         except SaveError:
             # What the run failed of comes first.
             if kind is None:
