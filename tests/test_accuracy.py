@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 
@@ -25,9 +26,8 @@ def study(monkeypatch, repository):
     monkeypatch.syspath_prepend(repository / "experiments")
     import accuracy
 
-    yield accuracy
-    for name in accuracy.OWN_CODECS:
-        accuracy.CODECS.pop(name, None)
+    with mock.patch.dict(accuracy.CODECS):
+        yield accuracy
 
 
 def metrics(loss, step=1, **more):
