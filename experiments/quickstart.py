@@ -46,10 +46,10 @@ config = TrainConfig(
     # of the four ranks' parts is 33 KiB on the wire, 32 of codes and 1/4 of scales.
     global_batch=8,
     optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=40),
-    steps=320,
-    checkpoint=CheckpointConfig(every=160, keep=2),
+    steps=340,
+    checkpoint=CheckpointConfig(every=170, keep=2),
     # All of the held-out text, once at the end: it takes as long as 50 steps.
-    evaluation=EvalConfig(every=320),
+    evaluation=EvalConfig(every=340),
     workdir="runs/quickstart",
     devices="cpu:8",
 )
