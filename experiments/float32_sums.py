@@ -113,7 +113,7 @@ def nll_sum(dtype):
 
 @contextlib.contextmanager
 def sums_in_float32(dtype=jnp.bfloat16) -> Iterator[None]:
-    """What is traced inside has its exact messages in float32; dtype: that of the activations."""
+    """Gives what is traced inside its exact messages in float32. dtype: that of the activations."""
     changes = (
         (chains, "enter", enter), (chains, "row_sum", row_sum), (attention, "column", column), (mlp, "column", column),
         (vocab, "copy_to_tp", copy_to_head), (vocab, "_nll_sum", nll_sum(jnp.dtype(dtype))),

@@ -6,13 +6,12 @@ import importlib
 import json
 import subprocess
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from model_helpers import QWEN2
 
 from pallas_kernels.nvlink import hardware
-from taco_jax import CODECS, cli
+from taco_jax import cli
 
 LINKS = ["--config", "experiments/quickstart.py"]
 BAD = [
@@ -94,8 +93,7 @@ BAD = [
 def program(monkeypatch, repository):
     monkeypatch.syspath_prepend(repository / "experiments")
     monkeypatch.chdir(repository)
-    with mock.patch.dict(CODECS):  # a study may add codecs of its own
-        yield importlib.import_module
+    return importlib.import_module
 
 
 @pytest.mark.parametrize("name,arguments,message", BAD)

@@ -228,10 +228,10 @@ def test_non_finite_steps_stop_the_run(three, tmp_path, monkeypatch, capsys):
     assert "SKIPPED" in capsys.readouterr().out
 
 
-def test_a_step_takes_its_own_time_where_the_host_is_late(tmp_path, monkeypatch):
-    """The second step is done when the first one's metrics are read: it did not take the microseconds in between."""
+def after_steps(monkeypatch, change):
+    """Has every step's metrics pass through change(step, metrics) before the run gets them."""
 
-    class Late:
+    class Changed:
         def __init__(self, program):
             self._program = program
 
@@ -240,12 +240,21 @@ def test_a_step_takes_its_own_time_where_the_host_is_late(tmp_path, monkeypatch)
 
         def step(self, state, batch):
             state, out = self._program.step(state, batch)
-            if int(state.step) == 2:
-                time.sleep(0.5)
-            return state, out
+            return state, change(int(state.step), out)
 
     begin = Run.begin
-    monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Late(run.program))))
+    monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Changed(run.program))))
+
+
+def test_a_step_takes_its_own_time_where_the_host_is_late(tmp_path, monkeypatch):
+    """The second step is done when the first one's metrics are read: it did not take the microseconds in between."""
+
+    def late(step, out):
+        if step == 2:
+            time.sleep(0.5)
+        return out
+
+    after_steps(monkeypatch, late)
     monkeypatch.setattr(Run, "validate", lambda run: {})
     train(make_config(tmp_path / "run", stop_after=3, checkpoint=CheckpointConfig(enabled=False)))
     seconds = [r["step_seconds"] for r in read_records(tmp_path / "run" / "metrics.jsonl")]
@@ -255,19 +264,7 @@ def test_a_step_takes_its_own_time_where_the_host_is_late(tmp_path, monkeypatch)
 def test_what_is_saved_beside_skipped_steps(tmp_path, monkeypatch):
     """The next finite step in place of a skipped one; a last one that was skipped, but nothing goes for it."""
 
-    class Skipping:
-        def __init__(self, program):
-            self._program = program
-
-        def __getattr__(self, name):
-            return getattr(self._program, name)
-
-        def step(self, state, batch):
-            state, out = self._program.step(state, batch)
-            return state, out | {"skipped_in_a_row": 1.0 if int(state.step) in (4, 6) else 0.0}
-
-    begin = Run.begin
-    monkeypatch.setattr(Run, "begin", lambda run: (begin(run), setattr(run, "program", Skipping(run.program))))
+    after_steps(monkeypatch, lambda step, out: out | {"skipped_in_a_row": 1.0 if step in (4, 6) else 0.0})
     train(make_config(tmp_path / "run", checkpoint=CheckpointConfig(every=2, keep=1)))
     assert saved_steps(tmp_path / "run") == [5, 6]
 

@@ -150,8 +150,6 @@ class ControlTokens:
                 import tokenizers
 
                 copy = tokenizers.Tokenizer.from_str(self._library.to_str())
-                copy.no_truncation()
-                copy.no_padding()
                 copy.add_special_tokens([token for token in self._tokens.values() if not token.special])
                 copy.encode_special_tokens = True
                 like = lambda token: {k: getattr(token, k) for k in ("lstrip", "rstrip", "single_word", "normalized")}
