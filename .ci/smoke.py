@@ -40,7 +40,7 @@ print(len(codecs), "codecs: round trip")
 mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
 for name in ("taco", "int8h", "none"):
     psum = jax.shard_map(
-        lambda x, codec=taco_jax.CODECS[name]: taco_jax.psum(x, "tp", codec=codec),
+        lambda x, codec=taco_jax.CODECS[name]: taco_jax.psum(x, "tp", compression=codec),
         mesh=mesh,
         in_specs=PartitionSpec("tp"),
         out_specs=PartitionSpec(),

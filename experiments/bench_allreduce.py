@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from pallas_kernels.nvlink import hardware
-from taco_jax import cli
+from taco_jax import Compression, cli
 from taco_jax.plan import LINKS
 
 CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
@@ -40,19 +40,19 @@ CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
 MOST_CALLS, MEGAELEMENTS = 64, 256
 
 
-def psum(x, ranks: int, algorithm: str, **options):
-    y = taco_jax.psum(x, "tp", algorithm=algorithm, **options)
+def psum(x, ranks: int, compression: Compression):
+    y = taco_jax.psum(x, "tp", compression=compression)
     return y, lax.pcast(y, "tp", to="varying")
 
 
 # The others change their argument's shape: of the result one value goes into the next argument, in its place.
-def psum_scatter(x, ranks: int, algorithm: str, **options):
-    y = taco_jax.psum_scatter(x.reshape(ranks, -1), "tp", **options)
+def psum_scatter(x, ranks: int, compression: Compression):
+    y = taco_jax.psum_scatter(x.reshape(ranks, -1), "tp", compression=compression)
     return y, x.at[0].set(y[0])
 
 
-def all_gather(x, ranks: int, algorithm: str, **options):
-    y = taco_jax.all_gather(x, "tp", **options).reshape(-1)
+def all_gather(x, ranks: int, compression: Compression):
+    y = taco_jax.all_gather(x, "tp", compression=compression).reshape(-1)
     return y, x.at[0].set(y[0])
 
 
@@ -62,8 +62,8 @@ OPERATIONS = {f.__name__: f for f in (psum, psum_scatter, all_gather)}
 def program(mesh, operation: str, calls: int, codec: str, link: str, algorithm: str):
     """x [ranks, n] -> (the next argument, the last result) of that many dependent calls on every rank's row, CHAIN of
     them at a time in a loop."""
-    options = {"codec": codec, "link": link, "algorithm": algorithm}
-    call = functools.partial(OPERATIONS[operation], ranks=mesh.size, **options)
+    compression = Compression(codec, link=link, algorithm=algorithm, min_bytes=0, chunks=1)
+    call = functools.partial(OPERATIONS[operation], ranks=mesh.size, compression=compression)
 
     def chain(x):
         for _ in range(CHAIN):

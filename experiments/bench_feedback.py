@@ -26,13 +26,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import backend, cli
+from taco_jax import Compression, backend, cli
 from taco_jax.codec import CODECS
 from taco_jax.collectives import errors, to_varying
 from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.message import Message
 
 K, N, PLAYED = 4736, 3584, 4
+
+
+def every_size(codec) -> Compression:
+    return Compression(codec, link="nccl", min_bytes=0, chunks=1)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -89,11 +93,11 @@ def variants(codecs: Sequence[str], ranks: int) -> dict[str, Callable]:
 
 
 def summed(codec, x, w, error):
-    return taco_jax.psum(x @ w, "tp", codec=codec, link="nccl")
+    return taco_jax.psum(x @ w, "tp", compression=every_size(codec))
 
 
 def summed_with_feedback(codec, x, w, error):
-    return taco_jax.psum_with_feedback(x @ w, "tp", error, codec=codec)
+    return taco_jax.psum_with_feedback(x @ w, "tp", error, compression=every_size(codec))
 
 
 def played(codec, x, w, error):
@@ -104,7 +108,7 @@ def played(codec, x, w, error):
 def played_with_feedback(codec, x, w, error):
     x_S, rank = (x @ w + error).reshape(-1), jnp.int32(1)
     y_S, share, wires, wire = _hops(codec, x_S)
-    message = Message("tp", codec)
+    message = Message("tp", every_size(codec), codec)
     lost = errors.of_share(message, share, wires, x_S, rank, None, wire)
     return y_S, errors.of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
 

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 import taco_jax
 from pallas_kernels import product
 from pallas_kernels.nvlink import hardware
-from taco_jax import cli
+from taco_jax import Compression, cli
 from taco_jax.backend import to_format
 from taco_jax.codec import CODECS
 
@@ -106,7 +106,9 @@ def variants(codecs: Sequence[str], ranks: int, transposed: bool) -> dict:
         return lambda x, w: product.matmul_all_reduce(fmt, x, w, "tp", **options)[0]
 
     def after(codec, link):
-        return lambda x, w: taco_jax.psum(alone(x, w), "tp", codec=codec, link=link)
+        return lambda x, w: taco_jax.psum(
+            alone(x, w), "tp", compression=Compression(codec, link=link, min_bytes=0, chunks=1)
+        )
 
     functions = {"product": alone}
     if ranks > 1:

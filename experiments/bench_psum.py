@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import cli
+from taco_jax import Compression, cli
 from taco_jax.plan import EXCHANGES, MAX_CHUNKS
 
 CHAIN, PROGRAMS = 4, 6
@@ -39,9 +39,11 @@ CHAIN, PROGRAMS = 4, 6
 def program(mesh, codec: str, chunks: int, exchange: str):
     """x [ranks, elements] -> CHAIN dependent psums of every rank's row."""
 
+    compression = Compression(codec, chunks=chunks, exchange=exchange, link="nccl", min_bytes=0)
+
     def body(x):
         for _ in range(CHAIN):
-            y = taco_jax.psum(x, "tp", codec=codec, chunks=chunks, exchange=exchange, link="nccl")
+            y = taco_jax.psum(x, "tp", compression=compression)
             x = lax.pcast(y, "tp", to="varying")
         return x
 

@@ -43,11 +43,12 @@ import ttft_report
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware
 from taco_jax import cli, tuned
+from taco_jax.codec import as_codec
 from taco_jax.config import ConfigError
 from taco_jax.inference.loading import in_memory, load_params
 from taco_jax.inference.programs import Programs
 from taco_jax.inference.sampling import Sampling
-from taco_jax.inference.settings import Settings, parse_codec
+from taco_jax.inference.settings import Settings
 from taco_jax.mesh import make_mesh
 from taco_jax.models.config import validate
 from taco_jax.models.presets import PRESETS, preset
@@ -80,7 +81,10 @@ def parse(given: Sequence[str]) -> list[Variant]:
         )
         runs.require(feedback in FEEDBACK, "--variants", text, "must end with fed or plain, as in int4h:auto:plain")
         if codec != "free":
-            parse_codec(codec, "--variants")
+            try:
+                as_codec(codec, "--variants")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         variants.append(Variant(text, codec, link or "auto", FEEDBACK[feedback]))
     runs.require({"none", "free"} <= set(given), "--variants", " ".join(given), "must have none and free to compare")
     runs.require(len(set(given)) == len(given), "--variants", " ".join(given), "must name each variant once")

@@ -328,13 +328,37 @@ CODECS: dict[str, Codec] = {
 
 
 def as_codec(codec: str | Codec | None, key: str = "codec") -> Codec:
-    """A preset's name or a Codec -> the Codec; None is `none`. Else a ValueError with `key` and the nearest preset."""
+    """Returns the Codec of a Codec, of None (`none`) or of a text: "PRESET[,FIELD=VALUE...]", such as "int4h,block=32".
+
+    Raises:
+      ValueError: no such preset, field or value; it names `key`, the value and the nearest that there is.
+      TypeError: neither a text nor a Codec.
+    """
     if codec is None:
         return CODECS["none"]
     if isinstance(codec, Codec):
         return codec
+    if isinstance(codec, str) and "," in codec:
+        return _changed_preset(codec, key)
     check_choice(key, codec, tuple(CODECS))
     return CODECS[codec]
+
+
+def _changed_preset(text: str, key: str) -> Codec:
+    name, *changes = text.split(",")
+    fields: dict[str, int | str] = {}
+    known = [field.name for field in dataclasses.fields(Codec)]
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field not in known or not value:
+            near = difflib.get_close_matches(field, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"
+            raise ValueError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {hint}")
+        fields[field] = int(value) if value.isdigit() else value
+    try:
+        return dataclasses.replace(as_codec(name, key), **fields)
+    except ValueError as error:
+        raise ValueError(f"{key}={text!r}: {error}") from None
 
 
 __all__ = ["CODECS", "STATS", "UNCALIBRATED", "Codec", "as_codec"]

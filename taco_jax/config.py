@@ -16,6 +16,7 @@ from typing import Any
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.pipeline.schedule import Schedule
+from taco_jax.plan import Compression
 
 # Tokens of a sequence from which sequence parallelism is on by itself. It saves the same share of the memory at any
 # length (experiments/results/sequence_parallel), which is worth little where activations are small, and its messages
@@ -57,7 +58,7 @@ class CompressionConfig:
     """How the tensor-parallel messages are written as bytes."""
 
     forward: str = "taco"
-    """Codec of the activations: taco, e4m3h, int8h, int6h, int4h, mxfp4, ... (README); none sends them exactly."""
+    """Codec of the activations: taco, int8h, int6h, ... (README), or with fields changed, int4h,block=32; or none."""
     backward: str = "taco"
     """Codec of the activations' gradients, from the same presets; none sends them exactly."""
     min_bytes: int | None = None
@@ -312,8 +313,21 @@ def pipeline_schedule(config: TrainConfig) -> Schedule | None:
     return None if stages == 1 else Schedule(p.schedule, stages, p.microbatches, chunks)
 
 
+def site_compression(config: CompressionConfig, codecs: str | None = None, **changes) -> Compression:
+    """How a site is compressed: the config's own fields, in the codecs "FORWARD[:BACKWARD]" if some are given.
+
+    Raises:
+      ValueError: as `Compression`.
+    """
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Compression)
+             if hasattr(config, field.name)}  # fmt: skip
+    if codecs is not None:
+        changes["forward"], changes["backward"] = codec_pair(codecs)
+    return Compression(**given | changes)
+
+
 def codec_pair(text: str) -> tuple[str, str]:
-    """The (forward, backward) codec names of a plan entry: "int8h:int6h", or one name for both directions."""
+    """The (forward, backward) codecs of a plan entry: "int8h:int6h", or one for both directions."""
     forward, _, backward = text.partition(":")
     return forward, backward or forward
 

@@ -6,9 +6,9 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any
 
+from taco_jax.codec import CODECS, as_codec
 from taco_jax.config import (
     ConfigError,
     TrainConfig,
@@ -17,9 +17,10 @@ from taco_jax.config import (
     nearest,
     parse_devices,
     pipeline_schedule,
+    site_compression,
 )
 from taco_jax.pipeline.schedule import SCHEDULES
-from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS, check_levels
+from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS, Compression, without_key
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
@@ -28,11 +29,8 @@ DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 
 
-def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainConfig:
-    """Returns `config` if its fields fit together, else raises ConfigError with one line.
-
-    `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
-    """
+def check(config: TrainConfig) -> TrainConfig:
+    """Returns `config` if its fields fit together, else raises ConfigError with one line."""
     check_types(config)
     for key in (
         "steps",
@@ -128,9 +126,9 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     _check_batch(config)
     _check_model(config)
     _check_stages(config)
-    _check_codecs(config, codecs)
+    _check_codecs(config)
     _check_limits(config)
-    _check_data_parallel(config, codecs)
+    _check_data_parallel(config)
     parse_devices(config.devices)
     return config
 
@@ -236,27 +234,40 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
-def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
-    if codecs is None:
-        from taco_jax.codec import CODECS as codecs
-    keys = ("compression.forward", "compression.backward", "pipeline.forward", "pipeline.backward")
+def _check_codecs(config: TrainConfig) -> None:
+    c, keys = (
+        config.compression,
+        ("compression.forward", "compression.backward", "pipeline.forward", "pipeline.backward"),
+    )
     names = {key: get(config, key) for key in keys}
-    for pattern, pair in config.compression.plan.items():
+    for pattern, pair in c.plan.items():
         forward, backward = codec_pair(pair)
-        names |= {
-            f"compression.plan {pattern!r} (forward)": forward,
-            f"compression.plan {pattern!r} (backward)": backward,
-        }
-    between = config.compression.between_hosts
-    if between is not None:
-        names["compression.between_hosts"] = between
+        names[f"compression.plan {pattern!r} (forward)"] = forward
+        names[f"compression.plan {pattern!r} (backward)"] = backward
+    if c.between_hosts is not None:
+        names["compression.between_hosts"] = c.between_hosts
     for key, name in names.items():
-        if name not in codecs:
-            raise ConfigError(f"{key}={name!r}: no such codec preset; {nearest(name, codecs)}")
+        _check_codec(key, name)
     try:
-        check_levels(config.compression.algorithm, None, between)
-    except ValueError as error:
+        for pair in (None, *c.plan.values()):
+            without_key(site_compression(c, pair))
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"compression.{error}") from None
+    try:
+        without_key(Compression(config.pipeline.forward, backward=config.pipeline.backward))
+    except ValueError as error:
+        raise ConfigError(f"pipeline.{error}") from None
+
+
+def _check_codec(key: str, text: str, others: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for a text that is no codec, nor one of the `others`."""
+    if "," not in text and text not in (*CODECS, *others):
+        raise ConfigError(f"{key}={text!r}: no such codec preset; {nearest(text, [*CODECS, *others])}")
+    if text not in others:
+        try:
+            as_codec(text, key)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 # Setting -> (key, its limit, why the setting is never used beyond).
@@ -292,18 +303,16 @@ def _check_limits(config: TrainConfig) -> None:
                 )
 
 
-def _check_data_parallel(config: TrainConfig, codecs: Iterable[str] | None) -> None:
-    if codecs is None:
-        from taco_jax.codec import CODECS as codecs
+def _check_data_parallel(config: TrainConfig) -> None:
     d = config.data_parallel
-    for key in ("gradients", "parameters"):
-        rule = "has one scale a token, and gradients and weights have no tokens; use 'int8h'"
-        _require(getattr(d, key) != "int8_token", config, f"data_parallel.{key}", rule)
-    for key, extra in (("gradients", "sdp4"), ("parameters", "bfloat16")):
+    for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):
         value = getattr(d, key)
-        known = [*codecs, extra]
-        if value not in known:
-            raise ConfigError(f"data_parallel.{key}={value!r}: no such codec preset; {nearest(value, known)}")
+        _check_codec(f"data_parallel.{key}", value, (other,))
+        codec = None if value == other else as_codec(value)
+        rule = "has one scale a token, and gradients and weights have no tokens; use 'int8h'"
+        _require(codec is None or not codec.per_token, config, f"data_parallel.{key}", rule)
+        rule = "gradients and weights have no key to draw noise with; use rounding=nearest"
+        _require(codec is None or codec.rounding == "nearest", config, f"data_parallel.{key}", rule)
     if d.parameters != "none" and not d.zero1:
         raise ConfigError(
             f"data_parallel.parameters={d.parameters!r}: without data_parallel.zero1 no weights are sent; set "

@@ -37,7 +37,7 @@ from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.region import axis_tuple
 from taco_jax.config import TrainConfig
-from taco_jax.plan import MAX_CHUNKS
+from taco_jax.plan import MAX_CHUNKS, Compression
 from taco_jax.shares import Cut, buckets, cut, pack, unpack
 
 GRADIENTS, PARAMETERS = sites.GRADIENTS, "dp/params"
@@ -228,7 +228,8 @@ class DataParallel:
         """Of a bucket's message of `size` float32 values. Peer memory is left to the layers."""
         chunks = min(MAX_CHUNKS, math.ceil(size / self._limit))
         backend = self.config.compression.backend
-        return {"codec": codec, "chunks": chunks, "backend": backend, "link": "nccl", "site": site}
+        compression = Compression(codec, min_bytes=0, chunks=chunks, backend=backend, link="nccl")
+        return {"compression": compression, "site": site}
 
     def _tiled(self, x: jax.Array, codec: Codec) -> jax.Array:
         """Shares [..., N] of whole tiles of kernels where that costs little: an all-reduce sees to it by itself."""

@@ -28,7 +28,7 @@ from taco_jax.collectives import check_region, to_varying
 from taco_jax.collectives.hosts import ranks_per_host
 from taco_jax.compat import varying_axes
 from taco_jax.dense_layout import activation_specs, typed
-from taco_jax.plan import Compression, as_compression
+from taco_jax.plan import Compression, as_compression, without_key
 from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import column_dense, row_dense
 
@@ -52,10 +52,7 @@ class Dense:
 
     def __post_init__(self):
         check_choice("kind", self.kind, KINDS)
-        try:
-            compression = as_compression(self.compression)
-        except ValueError as error:
-            raise ValueError(f"compression={self.compression!r}: {error}") from None
+        compression = without_key(as_compression(self.compression))
         if compression is not None and compression.error_feedback:
             raise ValueError(
                 "compression.error_feedback=True: a layer by itself hands no error on; leave it out, or sum with "

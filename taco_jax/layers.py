@@ -100,7 +100,10 @@ class CompressedDense(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
-        self.dense = dense.Dense(kind, axis, compression, dtype, precision, mesh, batch_axes, sequence_dim, site)
+        self.dense = dense.Dense(
+            kind=kind, axis=axis, compression=compression, dtype=dtype, precision=precision, mesh=mesh,
+            batch_axes=batch_axes, sequence_dim=sequence_dim, site=site,
+        )  # fmt: skip
         mesh = dense.known_mesh(self.dense)
         if mesh is not None:
             self.dense.check_mesh(mesh)

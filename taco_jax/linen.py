@@ -54,8 +54,8 @@ class CompressedDense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         layer = dense.Dense(
-            self.kind, self.axis, self.compression, self.dtype, self.precision, self.mesh, self.batch_axes,
-            self.sequence_dim, "/".join(self.path),
+            kind=self.kind, axis=self.axis, compression=self.compression, dtype=self.dtype, precision=self.precision,
+            mesh=self.mesh, batch_axes=self.batch_axes, sequence_dim=self.sequence_dim, site="/".join(self.path),
         )  # fmt: skip
         shape = x.shape[-1], self.out_features
         if dense.in_region():

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives.hosts import ranks_per_host
-from taco_jax.config import ConfigError, TrainConfig, codec_pair, pipeline_schedule, sequence_parallel
+from taco_jax.config import ConfigError, TrainConfig, pipeline_schedule, sequence_parallel, site_compression
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
 from taco_jax.models import attention, decoder
@@ -80,16 +80,13 @@ class TrainState:
 def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict[str, Compression | None]:
     """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
     c = config.compression
-    fields = ("min_bytes", "algorithm", "link", "backend", "chunks", "exchange", "between_hosts", "with_product",
-              "error_feedback")  # fmt: skip
-    common = {key: getattr(c, key) for key in fields} | {"ranks_per_host": ranks_per_host}
+    changes = {"ranks_per_host": ranks_per_host}
     if config.mesh.pp > 1 and c.link == "auto":
         # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
-        common["link"] = "nccl"
+        changes["link"] = "nccl"
     try:
-        rules = {pattern: Compression(*codec_pair(pair), **common) for pattern, pair in c.plan.items()}
-        default = Compression(c.forward, c.backward, **common)
-        plan = Plan(rules, default).resolve(decoder.site_names(config.model, config.mesh.tp))
+        rules = {pattern: site_compression(c, codecs, **changes) for pattern, codecs in c.plan.items()}
+        plan = Plan(rules, site_compression(c, **changes)).resolve(decoder.site_names(config.model, config.mesh.tp))
         return plan | pipeline.plan(config)
     except ValueError as error:
         raise ConfigError(f"compression: {error}") from error
@@ -149,7 +146,7 @@ class Program:
 
     def _codecs_of(self, names: Iterable[str]) -> list[str]:
         compressions = [c for c in map(self.parallel.compression, names) if c is not None]
-        return sorted({codec for c in compressions for codec in (c.forward, c.backward)})
+        return sorted({codec.name for c in compressions for codec in c.codecs})
 
     def _check_codecs(self) -> None:
         """What would else come up as a traceback from within the step: a file of tuned values."""

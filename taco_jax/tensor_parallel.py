@@ -31,12 +31,12 @@ __all__ = [
 
 def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
     """f: x as it is (invarying -> varying over `axis`); its cotangent is summed over the ranks (backward codec)."""
-    return collectives.copy(x, axis, **_options(compression, scales, site))
+    return collectives.copy(x, axis, compression=compression, scales=scales, site=site)
 
 
 def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
     """g: the sum of x over the ranks with the forward codec (varying -> invarying); the cotangent passes unchanged."""
-    return collectives.psum(x, axis, **_options(compression, scales, site))
+    return collectives.psum(x, axis, compression=compression, scales=scales, site=site)
 
 
 def reduce_with_feedback(
@@ -49,7 +49,7 @@ def reduce_with_feedback(
     compression = as_compression(compression)
     if compression is not None and not compression.error_feedback:
         return reduce_from_tp(x, axis, compression, scales, site=site), error
-    return collectives.psum_with_feedback(x, axis, error, **_options(compression, scales, site))
+    return collectives.psum_with_feedback(x, axis, error, compression=compression, scales=scales, site=site)
 
 
 def loses(shape: tuple[int, ...], dtype, axis: str, compression=None) -> bool:
@@ -57,29 +57,27 @@ def loses(shape: tuple[int, ...], dtype, axis: str, compression=None) -> bool:
     compression = as_compression(compression)
     if compression is None or not compression.error_feedback:
         return False
-    return collectives.loses(shape, dtype, axis, **_options(compression, None, ""))
+    return collectives.loses(shape, dtype, axis, compression=compression)
 
 
 def start_sum(x, axis: str, compression, scales: SiteScales | None, direction: str, *, site: str, calls: int):
     """`reduce_from_tp`'s message ("forward"), or that of `copy_to_tp`'s cotangent ("backward"), with its first hop
     started: a `collectives.hops.UnderWay`. Nothing here has a derivative."""
-    options = _options(compression, scales, site)
-    return collectives.start_psum(x, axis, direction, calls=calls, **options)
+    return collectives.start_psum(x, axis, direction, compression=compression, scales=scales, calls=calls, site=site)
 
 
 def gather_from_sp(
     x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = ""
 ) -> jax.Array:
     """The ranks' x concatenated along `dim` (forward codec); the cotangent is summed and scattered (backward codec)."""
-    options = _options(compression, scales, site)
-    return collectives.all_gather(x, axis, axis=dim, tiled=True, **options)
+    return collectives.all_gather(x, axis, compression=compression, axis=dim, tiled=True, scales=scales, site=site)
 
 
 def scatter_to_sp(
     x, axis: str, compression=None, scales: SiteScales | None = None, *, dim: int, site: str = ""
 ) -> jax.Array:
     """The own slice along `dim` of the ranks' sum of x (forward codec); the cotangent is gathered (backward codec)."""
-    options = _options(compression, scales, site)
+    options = {"compression": compression, "scales": scales, "site": site}
     return collectives.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, **options)
 
 
@@ -88,7 +86,8 @@ def row_product(
 ) -> jax.Array:
     """`reduce_from_tp(x @ kernel)`, x [..., F/tp], kernel [F/tp, D]; one kernel where `Compression.with_product` is and
     it can be."""
-    compression, options = as_compression(compression), _options(compression, scales, site)
+    compression = as_compression(compression)
+    options = {"compression": compression, "scales": scales, "site": site}
     if compression is None or not compression.with_product:
         return collectives.psum(jnp.matmul(x, kernel, precision=precision), axis, **options)
     return products.product_psum(x, kernel, axis, precision=precision, **options)
@@ -99,7 +98,8 @@ def column_product(
 ) -> jax.Array:
     """`copy_to_tp(x) @ kernel`, x [..., D], kernel [D, F/tp]; x's gradient, a product and its sum, in one kernel where
     `Compression.with_product` is and it can be."""
-    compression, options = as_compression(compression), _options(compression, scales, site)
+    compression = as_compression(compression)
+    options = {"compression": compression, "scales": scales, "site": site}
     if compression is None or not compression.with_product:
         return jnp.matmul(collectives.copy(x, axis, **options), kernel, precision=precision)
     return products.copy_product(x, kernel, axis, precision=precision, **options)
@@ -141,18 +141,6 @@ def row_dense(
         y = jnp.matmul(x, kernel, precision=precision)
         y = scatter_to_sp(y, axis, compression, scales, dim=sequence_dim % y.ndim, site=site)
     return y if bias is None else y + bias
-
-
-def _options(compression, scales, site) -> dict:
-    compression = as_compression(compression)
-    if compression is None:
-        return {"codec": "none", "algorithm": "auto", "site": site}
-    return {
-        "codec": compression.forward, "backward_codec": compression.backward, "algorithm": compression.algorithm,
-        "link": compression.link, "min_bytes": compression.min_bytes, "backend": compression.backend,
-        "chunks": compression.chunks, "exchange": compression.exchange, "between_hosts": compression.between_hosts,
-        "ranks_per_host": compression.ranks_per_host, "scales": scales, "site": site,
-    }  # fmt: skip
 
 
 def _promote(x, kernel, bias, dtype):

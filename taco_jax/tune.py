@@ -23,7 +23,7 @@ from typing import NamedTuple
 from taco_jax import cli
 from taco_jax.codec import CODECS, FLOAT_DTYPES
 from taco_jax.config import ConfigError, nearest
-from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS
+from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS, Compression
 
 FACTOR = 4  # from one message size to the next
 TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
@@ -268,7 +268,7 @@ def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
     from taco_jax import backend
 
     with backend.record() as choices:
-        _program(mesh, 1, codec=codec, backend=config.backend).trace(x)
+        _program(mesh, 1, Compression(codec, backend=config.backend, chunks=1, min_bytes=0)).trace(x)
     return any(name == "nvlink" for found in choices.values() for name, _ in found)
 
 
@@ -276,8 +276,8 @@ def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[Way]) -> list[
     """Medians of the ways, each round of them with an exact psum before it."""
     nbytes = x.nbytes // mesh.devices.size
     rounds = _rounds(mesh, nbytes, config.dtype)
-    programs = [_program(mesh, rounds, codec="none")]
-    programs += [_program(mesh, rounds, codec=codec, backend=config.backend, **way._asdict()) for way in ways]
+    one_way = lambda way: Compression(codec, backend=config.backend, min_bytes=0, **way._asdict())
+    programs = [_program(mesh, rounds, compression) for compression in (None, *map(one_way, ways))]
     for program in programs:
         program(x).block_until_ready()
     seconds: list[list[float]] = [[] for _ in programs]
@@ -291,7 +291,7 @@ def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[Way]) -> list[
 
 
 @functools.cache
-def _program(mesh, rounds: int, **options):
+def _program(mesh, rounds: int, compression: Compression | None):
     """jit of `rounds` psums, each of the one before it: nothing else runs, and launching the program hardly counts."""
     import jax
     from jax import lax
@@ -301,7 +301,7 @@ def _program(mesh, rounds: int, **options):
     from taco_jax.collectives import to_varying
 
     def local(x_1S):
-        one = lambda _, x_S: to_varying(taco_jax.psum(x_S, "tp", **options), "tp")
+        one = lambda _, x_S: to_varying(taco_jax.psum(x_S, "tp", compression=compression), "tp")
         return lax.fori_loop(0, rounds, one, x_1S[0])[None]
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))

@@ -58,7 +58,7 @@ class Run:
     @property
     def par(self) -> Parallel:
         hosts = {"ranks_per_host": self.ranks_per_host, "between_hosts": self.between_hosts}
-        compression = Compression(self.codec, self.codec, min_bytes=0, **hosts) if self.codec else None
+        compression = Compression(self.codec, min_bytes=0, **hosts) if self.codec else None
         plan = Plan({"*": compression}).resolve(decoder.site_names(self.config, self.tp))
         return Parallel(
             plan=plan, sequence_parallel=self.sequence_parallel, remat=self.remat, dtype=self.dtype,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
-from taco_jax import CODECS
+from taco_jax import CODECS, Compression
 
 # psum's and the invarying gather's backward pass sends nothing.
 SENT_BACKWARD = ("psum_scatter", "psum_scatter_untiled", "all_gather", "all_gather_untiled", "all_to_all", "ppermute")
@@ -34,7 +34,7 @@ def gradient(name, module, **codec):
 @functools.cache
 def exact_gradients(name, ranks):
     """(those of jax.lax, those of ours without a codec), of x_of(ranks)."""
-    grads = [gradient(name, lax), gradient(name, taco_jax, codec="none")]
+    grads = [gradient(name, lax), gradient(name, taco_jax, compression="none")]
     return jax.tree.map(np.asarray, per_rank(lambda x: [g(x) for g in grads], ranks)(x_of(ranks)))
 
 
@@ -49,7 +49,7 @@ def test_gradient_values_of_every_collective(name, codec, ranks):
     x_P = x_of(ranks)
     expected, exact = exact_gradients(name, ranks)
     np.testing.assert_allclose(exact, expected, rtol=1e-6, atol=1e-6)
-    program = per_rank(gradient(name, taco_jax, codec=codec), ranks)
+    program = per_rank(gradient(name, taco_jax, compression=codec), ranks)
     g = np.asarray(program(x_P))
     if name not in SENT_BACKWARD:
         np.testing.assert_allclose(g, expected, rtol=1e-6, atol=1e-6)
@@ -71,7 +71,9 @@ def test_gradient_of_copy(ranks, algorithm):
     mesh = make_mesh(tp=ranks)
 
     def local(x, w):
-        return jax.grad(lambda x: jnp.sum(w[0] * taco_jax.copy(x, "tp", codec="int8h", algorithm=algorithm)))(x)
+        return jax.grad(
+            lambda x: jnp.sum(w[0] * taco_jax.copy(x, "tp", compression=Compression("int8h", algorithm=algorithm)))
+        )(x)
 
     f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))
     assert 0 < relative(f(x, w_P), w_P.sum(0)) < 0.015
@@ -92,7 +94,7 @@ def test_second_derivatives(name):
         square = lambda x: jnp.sum(f(module, x**2, **codec) ** 2)
         return jax.grad(lambda x: jnp.sum(jax.grad(square)(x) * jnp.cos(x)))
 
-    all_three = second(lax), second(taco_jax, codec="none"), second(taco_jax, codec="int8h")
+    all_three = second(lax), second(taco_jax, compression="none"), second(taco_jax, compression="int8h")
     expected, exact, compressed = map(np.asarray, per_rank(lambda x: [g(x) for g in all_three], 2)(x_P))
     np.testing.assert_allclose(exact, expected, rtol=1e-5, atol=1e-5)
     assert relative(compressed, expected) < 0.05
@@ -100,7 +102,7 @@ def test_second_derivatives(name):
 
 def test_copy_of_a_varying_value_raises():
     with pytest.raises(ValueError, match="copy: x already varies over 'tp'"):
-        per_rank(lambda x: taco_jax.copy(x, "tp", codec="taco"), 2)(x_of(2))
+        per_rank(lambda x: taco_jax.copy(x, "tp", compression="taco"), 2)(x_of(2))
 
 
 def test_forward_and_backward_codec_are_told_apart():
@@ -108,7 +110,9 @@ def test_forward_and_backward_codec_are_told_apart():
     big = np.tile(x_P, (1, 40, 1))
 
     def f(x):
-        loss = lambda x: jnp.sum(taco_jax.psum_scatter(x, "tp", tiled=True, codec="int4h", backward_codec="int8h") ** 2)
+        loss = lambda x: jnp.sum(
+            taco_jax.psum_scatter(x, "tp", tiled=True, compression=Compression("int4h", backward="int8h")) ** 2
+        )
         return jax.grad(loss)(x)
 
     forward, backward = (CODECS[c].wire_bytes(big[0].size // 4) for c in ("int4h", "int8h"))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
 from shards import bits_of_every_device
@@ -38,9 +39,9 @@ REST = itertools.product(("psum", "psum_scatter", "all_to_all"), ORDERS, (1, 2))
 def test_a_ring_is_the_all_to_all(name, axes, chunks):
     x_P = draw(8, 300)
     calls = {
-        "psum": lambda x, **kw: taco_jax.psum(x, axes, codec="mxfp6", **kw),
-        "psum_scatter": lambda x, **kw: taco_jax.psum_scatter(x, axes, tiled=True, codec="mxfp6", **kw),
-        "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, axes, 0, 0, tiled=True, codec="mxfp6", **kw),
+        "psum": lambda x, **kw: spelled_out.psum(x, axes, codec="mxfp6", **kw),
+        "psum_scatter": lambda x, **kw: spelled_out.psum_scatter(x, axes, tiled=True, codec="mxfp6", **kw),
+        "all_to_all": lambda x, **kw: spelled_out.all_to_all(x, axes, 0, 0, tiled=True, codec="mxfp6", **kw),
     }
     exact = {
         "psum": x_P.sum(0), "psum_scatter": x_P.sum(0)[:, None], "all_to_all": x_P.swapaxes(0, 1),
@@ -64,7 +65,7 @@ OTHER_ORDERS = [SLOW(ORDERS[0]), *ORDERS[1:]]
 @pytest.mark.parametrize("axes", OTHER_ORDERS)
 def test_ppermute(axes):
     x_P = draw(300)
-    send = lambda codec, x: taco_jax.ppermute(x, axes, PERM, codec=codec)
+    send = lambda codec, x: taco_jax.ppermute(x, axes, PERM, compression=codec)
     both = lambda x: jnp.stack([send("none", x), send("int8h", x)])
     exact, close = over(axes, both)(x_P).swapaxes(0, 1)
     np.testing.assert_array_equal(exact, permuted(x_P))
@@ -79,7 +80,7 @@ def test_gradients_go_back_the_way(axes):
 
     def gradients(x):
         weight = jax.lax.axis_index(axes) + 1.0
-        loss = lambda x, codec: jnp.sum(weight * taco_jax.ppermute(x, axes, PERM, codec=codec))
+        loss = lambda x, codec: jnp.sum(weight * taco_jax.ppermute(x, axes, PERM, compression=codec))
         return jnp.stack([jax.grad(loss)(x, codec) for codec in ("none", "int8h")])
 
     expected = np.zeros((8, 1))

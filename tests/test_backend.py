@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from shards import per_rank
@@ -106,13 +107,13 @@ def package(monkeypatch):
 
 def run(name, x_P, ranks=4, **options):
     kinds = {
-        "psum": lambda x, **kw: taco_jax.psum(x, "tp", **kw),
-        "one_shot": lambda x, **kw: taco_jax.psum(x, "tp", algorithm="one_shot", **kw),
-        "psum_scatter": lambda x, **kw: taco_jax.psum_scatter(x, "tp", tiled=True, **kw),
-        "all_gather": lambda x, **kw: taco_jax.all_gather(x, "tp", tiled=True, **kw),
-        "all_gather_invarying": lambda x, **kw: taco_jax.all_gather(x, "tp", tiled=True, to="invarying", **kw),
-        "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
-        "ppermute": lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
+        "psum": lambda x, **kw: spelled_out.psum(x, "tp", **kw),
+        "one_shot": lambda x, **kw: spelled_out.psum(x, "tp", algorithm="one_shot", **kw),
+        "psum_scatter": lambda x, **kw: spelled_out.psum_scatter(x, "tp", tiled=True, **kw),
+        "all_gather": lambda x, **kw: spelled_out.all_gather(x, "tp", tiled=True, **kw),
+        "all_gather_invarying": lambda x, **kw: spelled_out.all_gather(x, "tp", tiled=True, to="invarying", **kw),
+        "all_to_all": lambda x, **kw: spelled_out.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
+        "ppermute": lambda x, **kw: spelled_out.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
     }
     f = functools.partial(kinds[name], **options)
     return np.asarray(per_rank(f, ranks, invarying_out=name in ("psum", "one_shot", "all_gather_invarying"))(x_P))
@@ -172,7 +173,7 @@ def test_kernels_get_chunks_of_the_whole_x(name, into, package):
 def test_kernels_take_x_as_it_is(package):
     """No padding and no slice of x: only wires and the result are cut or joined."""
     kernels = package("int8h")
-    per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8h"), 4, invarying_out=True).lower(
+    per_rank(lambda x: taco_jax.psum(x, "tp", compression="int8h"), 4, invarying_out=True).lower(
         np.zeros((4, 1000), np.float32)
     )
     assert {geometry for _, geometry in kernels.asked} == {Geometry(1000, 4, 256)}
@@ -212,7 +213,7 @@ def test_statistics_are_jnps(package):
     x_P, slots = np.ones((2, 300), np.float32), np.zeros((2, 2, 6), np.float32)
 
     def f(x, slot):
-        loss = lambda slot: jnp.sum(taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, codec="taco",
+        loss = lambda slot: jnp.sum(taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, compression="taco",
                                                           scales=taco_jax.SiteScales(None, slot)))  # fmt: skip
         return jax.grad(loss)(slot)
 
@@ -235,7 +236,7 @@ def test_the_region_says_which_device(monkeypatch):
     monkeypatch.setattr(
         backend, "choose_kernel", lambda spec, device, force: asked.append((spec, device)) or ("jnp", "")
     )
-    f = lambda x: taco_jax.psum(x, "tp", codec="int6h")
+    f = lambda x: spelled_out.psum(x, "tp", codec="int6h")
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P()), jnp.zeros((4, 1024), jnp.bfloat16))
     assert {device for _, device in asked} == {H100}

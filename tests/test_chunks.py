@@ -8,22 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from hlo import collectives, counts
 from reference_codec import snr_db
 from shards import bits_of_every_device, per_rank
 
 import taco_jax
 from pallas_kernels import Geometry
-from taco_jax import CODECS, Codec, sites
+from taco_jax import CODECS, Codec, Compression, sites
 from taco_jax.collectives.chunks import ROWS, TILE, chunk_elements, cut
 
 OPERATIONS = {
-    "two_shot": lambda x, **kw: taco_jax.psum(x, "tp", algorithm="two_shot", **kw),
-    "one_shot": lambda x, **kw: taco_jax.psum(x, "tp", algorithm="one_shot", **kw),
-    "psum_scatter": lambda x, **kw: taco_jax.psum_scatter(x, "tp", tiled=True, **kw),
-    "all_gather": lambda x, **kw: taco_jax.all_gather(x, "tp", tiled=True, **kw),
-    "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
-    "ppermute": lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
+    "two_shot": lambda x, **kw: spelled_out.psum(x, "tp", algorithm="two_shot", **kw),
+    "one_shot": lambda x, **kw: spelled_out.psum(x, "tp", algorithm="one_shot", **kw),
+    "psum_scatter": lambda x, **kw: spelled_out.psum_scatter(x, "tp", tiled=True, **kw),
+    "all_gather": lambda x, **kw: spelled_out.all_gather(x, "tp", tiled=True, **kw),
+    "all_to_all": lambda x, **kw: spelled_out.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
+    "ppermute": lambda x, **kw: spelled_out.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
 }
 SHOTS = ("two_shot", "one_shot")
 
@@ -150,7 +151,9 @@ def test_large_messages_have_shares_of_whole_tiles():
     n = chunk_elements(CODECS["taco"], size, 4)
     assert n == 64 * TILE
     x_P = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
-    program = per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", chunks=2), 4, invarying_out=True)
+    program = per_rank(
+        lambda x: taco_jax.psum(x, "tp", compression=Compression("taco", chunks=2)), 4, invarying_out=True
+    )
     row, _ = sent(program, x_P)
     wire = 4 * CODECS["taco"].wire_bytes(n // 2)
     assert sorted(row.hlo) == sorted([("all-to-all", "uint8", wire), ("all-gather", "uint8", wire)] * 2)
@@ -174,7 +177,7 @@ def test_measures_of_chunks_are_those_of_the_whole():
     def measured(**options):
         def local(x, slot):
             loss = lambda slot, x: jnp.sum(
-                taco_jax.psum(x, "tp", codec="taco", scales=taco_jax.SiteScales(None, slot), **options)
+                spelled_out.psum(x, "tp", codec="taco", scales=taco_jax.SiteScales(None, slot), **options)
             )
             return jax.grad(loss)(slot, x)
 
@@ -188,7 +191,7 @@ def test_gradients_go_in_chunks_too():
     options = {"codec": "int8h", "chunks": 2, "exchange": "ring"}
 
     def local(x):
-        return jax.grad(lambda x: jnp.sum(taco_jax.all_gather(x, "tp", tiled=True, **options) ** 2) / 2)(x)
+        return jax.grad(lambda x: jnp.sum(spelled_out.all_gather(x, "tp", tiled=True, **options) ** 2) / 2)(x)
 
     program = per_rank(local, 4)
     np.testing.assert_allclose(program(x_P), 4 * x_P, atol=0.3)
@@ -199,7 +202,9 @@ def test_gradients_go_in_chunks_too():
 def test_chunks_round_with_noise_of_their_own():
     codec = Codec("int4", 128, "none", "bfloat16", "stochastic")
     x_P = np.tile(np.random.default_rng(0).normal(size=512).astype(np.float32), (2, 4))
-    f = lambda x: taco_jax.psum(x, "tp", codec=codec, algorithm="one_shot", chunks=4, key=jax.random.key(0))
+    f = lambda x: taco_jax.psum(
+        x, "tp", compression=Compression(codec, algorithm="one_shot", chunks=4), key=jax.random.key(0)
+    )
     y = np.asarray(per_rank(f, 2, invarying_out=True)(x_P)).reshape(4, 512)
     assert all((a != b).any() for i, a in enumerate(y) for b in y[:i])
 

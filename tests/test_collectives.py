@@ -6,6 +6,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+import spelled_out
 from covers import cover
 from hlo import collectives
 from jax import lax
@@ -32,14 +33,16 @@ def ring(axis):
 
 
 OPERATIONS = {
-    "two_shot": (model_two_shot, functools.partial(taco_jax.psum, algorithm="two_shot")),
-    "one_shot": (model_one_shot, functools.partial(taco_jax.psum, algorithm="one_shot")),
-    "psum": (None, taco_jax.psum),
-    "psum_scatter": (model_psum_scatter, functools.partial(taco_jax.psum_scatter, scatter_dimension=1, tiled=True)),
-    "all_gather": (model_all_gather, functools.partial(taco_jax.all_gather, axis=-2, tiled=True)),
-    "all_gather_invarying": (model_all_gather, functools.partial(taco_jax.all_gather, tiled=True, to="invarying")),
-    "all_to_all": (model_all_to_all, functools.partial(taco_jax.all_to_all, split_axis=1, concat_axis=0, tiled=True)),
-    "ppermute": (model_ppermute, lambda x, axis, **kw: taco_jax.ppermute(x, axis, ring(axis), **kw)),
+    "two_shot": (model_two_shot, functools.partial(spelled_out.psum, algorithm="two_shot")),
+    "one_shot": (model_one_shot, functools.partial(spelled_out.psum, algorithm="one_shot")),
+    "psum": (None, spelled_out.psum),
+    "psum_scatter": (model_psum_scatter, functools.partial(spelled_out.psum_scatter, scatter_dimension=1, tiled=True)),
+    "all_gather": (model_all_gather, functools.partial(spelled_out.all_gather, axis=-2, tiled=True)),
+    "all_gather_invarying": (model_all_gather, functools.partial(spelled_out.all_gather, tiled=True, to="invarying")),
+    "all_to_all": (
+        model_all_to_all, functools.partial(spelled_out.all_to_all, split_axis=1, concat_axis=0, tiled=True),
+    ),
+    "ppermute": (model_ppermute, lambda x, axis, **kw: spelled_out.ppermute(x, axis, ring(axis), **kw)),
 }  # fmt: skip
 INVARYING = ("two_shot", "one_shot", "psum", "all_gather_invarying")
 GRID = {

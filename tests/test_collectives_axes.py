@@ -30,7 +30,7 @@ def test_tuple_of_axes(name):
         mesh = make_mesh(dp=2, tp=4)
 
         def gradient(x, w):
-            return jax.grad(lambda v: jnp.sum(w * taco_jax.copy(v, axes, codec="int8h")))(x)
+            return jax.grad(lambda v: jnp.sum(w * taco_jax.copy(v, axes, compression="int8h")))(x)
 
         f = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P()))
         y = f(x_P[0, :1], x_P[:, 0])
@@ -48,7 +48,7 @@ def test_tuple_of_axes(name):
 def test_the_other_axis_stays_apart():
     """dp 2 x tp 4: a sum over tp moves nothing over dp."""
     x_P = np.random.default_rng(0).normal(size=(8, 600)).astype(np.float32)
-    f = per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8h"), 4, dp=2)
+    f = per_rank(lambda x: taco_jax.psum(x, "tp", compression="int8h"), 4, dp=2)
     y = np.asarray(f(x_P))
     for dp in (0, 1):
         rows = slice(4 * dp, 4 * dp + 4)
@@ -61,8 +61,8 @@ def test_the_other_axis_stays_apart():
 def test_vmap_is_one_message_for_each_example():
     x_P = np.random.default_rng(0).normal(size=(4, 3, 200)).astype(np.float32)
     x_P[:, 1] *= 1e4
-    f = per_rank(jax.vmap(lambda x: taco_jax.psum(x, "tp", codec="int8h")), 4, invarying_out=True)
-    one = per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8h"), 4, invarying_out=True)
+    f = per_rank(jax.vmap(lambda x: taco_jax.psum(x, "tp", compression="int8h")), 4, invarying_out=True)
+    one = per_rank(lambda x: taco_jax.psum(x, "tp", compression="int8h"), 4, invarying_out=True)
     y = f(x_P)
     for i in range(3):
         np.testing.assert_array_equal(y[i], one(x_P[:, i]))

@@ -19,7 +19,7 @@ def test_equal_codecs_share_one_program():
     @functools.partial(jax.jit, static_argnums=1)
     def f(x, codec):
         traces.append(codec)
-        local = lambda x: taco_jax.psum(x, "tp", codec=codec)
+        local = lambda x: taco_jax.psum(x, "tp", compression=codec)
         return jax.shard_map(local, mesh=make_mesh(tp=2), in_specs=P("tp"), out_specs=P())(x)
 
     x = np.ones((2, 16), np.float32)

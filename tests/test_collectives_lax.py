@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import spelled_out
 from helpers import make_mesh
 from hlo import collectives, program
 from jax import lax
@@ -15,33 +16,33 @@ import taco_jax
 from taco_jax import sites
 
 LAX = {
-    "psum": (lambda x, **kw: taco_jax.psum(x, "tp", **kw), lambda x: lax.psum(x, "tp")),
+    "psum": (lambda x, **kw: spelled_out.psum(x, "tp", **kw), lambda x: lax.psum(x, "tp")),
     "psum_scatter": (
-        lambda x, **kw: taco_jax.psum_scatter(x, "tp", tiled=True, **kw),
+        lambda x, **kw: spelled_out.psum_scatter(x, "tp", tiled=True, **kw),
         lambda x: lax.psum_scatter(x, "tp", tiled=True),
     ),
     "psum_scatter_untiled": (
-        lambda x, **kw: taco_jax.psum_scatter(x, "tp", scatter_dimension=0, **kw),
+        lambda x, **kw: spelled_out.psum_scatter(x, "tp", scatter_dimension=0, **kw),
         lambda x: lax.psum_scatter(x, "tp", scatter_dimension=0),
     ),
     "all_gather": (
-        lambda x, **kw: taco_jax.all_gather(x, "tp", axis=1, **kw),
+        lambda x, **kw: spelled_out.all_gather(x, "tp", axis=1, **kw),
         lambda x: lax.all_gather(x, "tp", axis=1),
     ),
     "all_gather_invarying": (
-        lambda x, **kw: taco_jax.all_gather(x, "tp", tiled=True, to="invarying", **kw),
+        lambda x, **kw: spelled_out.all_gather(x, "tp", tiled=True, to="invarying", **kw),
         lambda x: lax.all_gather(x, "tp", tiled=True, to="invarying"),
     ),
     "all_to_all": (
-        lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
+        lambda x, **kw: spelled_out.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
         lambda x: lax.all_to_all(x, "tp", 0, 1, tiled=True),
     ),
     "all_to_all_untiled": (
-        lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 1, **kw),
+        lambda x, **kw: spelled_out.all_to_all(x, "tp", 0, 1, **kw),
         lambda x: lax.all_to_all(x, "tp", 0, 1),
     ),
     "ppermute": (
-        lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 3), (3, 1)], **kw),
+        lambda x, **kw: spelled_out.ppermute(x, "tp", [(0, 3), (3, 1)], **kw),
         lambda x: lax.ppermute(x, "tp", [(0, 3), (3, 1)]),
     ),
 }
@@ -111,7 +112,7 @@ def test_one_rank_is_untouched(name):
 
 def test_one_rank_permutes_to_itself():
     x_P = np.random.default_rng(0).normal(size=(1, 33)).astype(np.float32)
-    f = per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 0)], codec="int4h"), 1)
+    f = per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 0)], compression="int4h"), 1)
     np.testing.assert_array_equal(f(x_P), x_P)
 
 
@@ -132,13 +133,13 @@ def test_an_empty_array_sends_nothing(name):
 def test_a_rank_that_nobody_sends_to_has_zeros(codec):
     """It receives a wire of zeros, in which taco_paper would read 0 / 0."""
     x_P = np.ones((4, 300), np.float32)
-    y = np.asarray(per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 2)], codec=codec), 4)(x_P))
+    y = np.asarray(per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 2)], compression=codec), 4)(x_P))
     np.testing.assert_allclose(y, [[0] * 300, [0] * 300, [1] * 300, [0] * 300], atol=0.05)
     assert not y[[0, 1, 3]].any()
 
 
 def test_scalars():
-    f = per_rank(lambda x: taco_jax.psum({"a": x[0], "b": 2.0}, "tp", codec="int8h"), 4, invarying_out=True)
+    f = per_rank(lambda x: taco_jax.psum({"a": x[0], "b": 2.0}, "tp", compression="int8h"), 4, invarying_out=True)
     y = f(np.ones((4, 1), np.float32))
     assert y["a"].shape == y["b"].shape == () and abs(y["a"] - 4) < 0.1 and abs(y["b"] - 8) < 0.1
 

@@ -22,7 +22,7 @@ class Fed(Run):
 
     @property
     def par(self) -> Parallel:
-        compression = Compression("mxfp4", "none", min_bytes=0, error_feedback=self.feedback)
+        compression = Compression("mxfp4", backward="none", min_bytes=0, error_feedback=self.feedback)
         plan = Plan({"layers/*": compression}).resolve(decoder.site_names(self.config, self.tp))
         return Parallel(plan=plan, remat=self.remat, dtype=self.dtype, loss_chunk=self.loss_chunk)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from spelled_out import every_size
 
 import taco_jax
 from taco_jax.codec import CODECS
@@ -54,7 +55,7 @@ def test_psum_is_the_same_on_every_rank(name, size):
     x = jax.random.normal(jax.random.key(1), (ranks, size)).astype(jnp.bfloat16)
 
     def body(x):
-        y = taco_jax.psum(x[0], "tp", codec=name)
+        y = taco_jax.psum(x[0], "tp", compression=every_size(name))
         return jax.lax.pcast(y, "tp", to="varying")[None]
 
     y = np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))(x), np.float32)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from covers import cover
 from helpers import make_mesh
 from hlo import collectives, groups, program
@@ -19,13 +20,13 @@ from test_collectives import DTYPES
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax import CODECS, Codec, SiteScales, sites, tuned
+from taco_jax import CODECS, Codec, Compression, SiteScales, sites, tuned
 from taco_jax.collectives import hosts
 
-scatter = functools.partial(taco_jax.psum_scatter, scatter_dimension=1, tiled=True)
-gather = functools.partial(taco_jax.all_gather, axis=-2, tiled=True)
+scatter = functools.partial(spelled_out.psum_scatter, scatter_dimension=1, tiled=True)
+gather = functools.partial(spelled_out.all_gather, axis=-2, tiled=True)
 OPERATIONS = {
-    "psum": (model_hierarchical, taco_jax.psum),
+    "psum": (model_hierarchical, spelled_out.psum),
     "psum_scatter": (model_hierarchical_scatter, scatter),
     "all_gather": (model_hierarchical_gather, gather),
     "all_gather_invarying": (model_hierarchical_gather, functools.partial(gather, to="invarying")),
@@ -50,7 +51,7 @@ def build(name, ranks, local, codec="taco", between=None, **options):
 @functools.cache
 def flat(codec):
     """The sum of eight ranks in one level."""
-    return per_rank(lambda x: taco_jax.psum(x, "tp", codec=codec), 8, invarying_out=True)
+    return per_rank(lambda x: taco_jax.psum(x, "tp", compression=codec), 8, invarying_out=True)
 
 
 def traced(f, *args):
@@ -223,7 +224,7 @@ def test_chunks_and_a_ring_change_no_bit(operation, local, options):
 def test_without_jit_and_over_two_axes():
     x_P = np.random.default_rng(0).normal(size=(8, 500)).astype(np.float32)
     options = {"codec": "mxfp8", "ranks_per_host": 4, **LEVELS}
-    f = per_rank(lambda x: taco_jax.psum(x, ("dp", "tp"), **options), 4, dp=2, invarying_out=True)
+    f = per_rank(lambda x: spelled_out.psum(x, ("dp", "tp"), **options), 4, dp=2, invarying_out=True)
     expected = build("psum", 8, 4, "mxfp8")(x_P)
     np.testing.assert_array_equal(f(x_P), expected)
     with jax.disable_jit():
@@ -237,7 +238,7 @@ def test_noise_of_stochastic_rounding(ranks, local):
     x_P = np.tile(np.random.default_rng(0).normal(size=4096).astype(np.float32), (ranks, 1))
     options = {"codec": codec, "ranks_per_host": local, **LEVELS}
     # The seed is the same on all ranks, and data: one program for all of them.
-    f = lambda x, seed: taco_jax.psum(x[0], "tp", key=jax.random.key(seed), **options)
+    f = lambda x, seed: spelled_out.psum(x[0], "tp", key=jax.random.key(seed), **options)
     f = jax.jit(jax.shard_map(f, mesh=make_mesh(tp=ranks), in_specs=(P("tp"), P()), out_specs=P()))
     summed = lambda seed: f(x_P, seed)
     y, other = summed(1), summed(2)
@@ -268,7 +269,7 @@ def test_exact_messages_are_those_of_lax():
 def test_auto_goes_in_levels_where_an_axis_spans_hosts(monkeypatch):
     x_P = np.zeros((8, 2000), np.float32)
     f = lambda **kw: rows_of(
-        per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8h", **kw), 8, invarying_out=True), x_P
+        per_rank(lambda x: spelled_out.psum(x, "tp", codec="int8h", **kw), 8, invarying_out=True), x_P
     )
     levels = lambda **kw: [(level.name, level.ranks, level.codec) for level in f(**kw)[0].levels]
     assert levels() == []
@@ -278,7 +279,11 @@ def test_auto_goes_in_levels_where_an_axis_spans_hosts(monkeypatch):
     monkeypatch.setattr(tuned, "hierarchical_min_bytes", lambda: 8001)
     assert levels() == [] and levels(algorithm="hierarchical") == [("inside", 4, "int8h"), ("between", 2, "int8h")]
     # A mesh of fewer devices than there are may be of any.
-    g = per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8h", algorithm="hierarchical"), 4, invarying_out=True)
+    g = per_rank(
+        lambda x: taco_jax.psum(x, "tp", compression=Compression("int8h", algorithm="hierarchical")),
+        4,
+        invarying_out=True,
+    )
     assert rows_of(g, x_P[:4])[0].levels == ()
 
 
@@ -286,8 +291,8 @@ def test_auto_goes_in_levels_where_an_axis_spans_hosts(monkeypatch):
     "options,error,message",
     [
         ({"ranks_per_host": 3}, ValueError, "psum: ranks_per_host=3: must divide the 8 ranks of axis 'tp': 1, 2, 4, 8"),
-        ({"ranks_per_host": 0}, ValueError, "psum: ranks_per_host=0: must be an integer of at least 1, or None"),
-        ({"ranks_per_host": 2.0}, TypeError, "psum: ranks_per_host=2.0: is of type float; must be an integer"),
+        ({"ranks_per_host": 0}, ValueError, "ranks_per_host=0: must be an integer of at least 1, or None"),
+        ({"ranks_per_host": 2.0}, TypeError, "ranks_per_host=2.0: is of type float; must be an integer"),
         ({"between_hosts": "int4"}, ValueError, r"between_hosts='int4' is unknown: did you mean 'int4h'\?"),
         ({"between_hosts": "none"}, ValueError, "between_hosts='none': must be a codec that compresses, such as"),
         (
@@ -303,6 +308,6 @@ def test_auto_goes_in_levels_where_an_axis_spans_hosts(monkeypatch):
     ],
 )
 def test_what_is_refused(options, error, message):
-    f = per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", **(LEVELS | options)), 8, invarying_out=True)
+    f = per_rank(lambda x: spelled_out.psum(x, "tp", codec="taco", **(LEVELS | options)), 8, invarying_out=True)
     with pytest.raises(error, match=message):
         f.lower(np.zeros((8, 2000), np.float32))

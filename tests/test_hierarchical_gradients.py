@@ -33,7 +33,7 @@ LEVELS = functools.partial(Compression, algorithm="hierarchical", min_bytes=0)
      SLOW(8, 2, "taco", "int8h", False)],
 )  # fmt: skip
 def test_gradients_of_the_pairs_are_those_of_the_unsharded_model(ranks, local, codec, between, sequence_parallel):
-    check_pair(LEVELS(codec, codec, ranks_per_host=local, between_hosts=between), ranks, sequence_parallel)
+    check_pair(LEVELS(codec, ranks_per_host=local, between_hosts=between), ranks, sequence_parallel)
 
 
 MODELS = [
@@ -64,8 +64,8 @@ def test_slots_hold_the_largest_scale_of_every_hop():
     x_P = np.tile(base, (8, 1))
     one = np.abs(CODECS["taco"].to_blocks(base)).max() / 448
     for local, between in ((4, "int4h"), (2, "int6h")):
-        options = {"algorithm": "hierarchical", "ranks_per_host": local, "between_hosts": between}
-        f = lambda x, scales, o=options: jnp.sum(taco_jax.psum(x, "tp", codec="taco", scales=scales, **o))
+        levels = LEVELS("taco", ranks_per_host=local, between_hosts=between)
+        f = lambda x, scales, c=levels: jnp.sum(taco_jax.psum(x, "tp", compression=c, scales=scales))
         slots, _ = slots_of(f, 8, x_P, np.array([-5, 7], np.int32), width=6)
         assert not slots[:, 1].any()
         # Every rank has a share of the sum, and one of them that with the largest block; all have quantised the terms.
@@ -89,12 +89,12 @@ def test_a_calibrated_exponent_fits_both_codecs(local):
     """With one scale for a whole message an exponent of the wrong unit would clip, or leave few codes."""
     x_P = np.random.default_rng(0).normal(size=(8, 4096)).astype(np.float32)
     inner, outer = (Codec(element, 128, "hadamard", "site") for element in ("int8", "int6"))
-    options = {"algorithm": "hierarchical", "ranks_per_host": local, "codec": inner, "between_hosts": outer}
-    f = lambda x, scales: jnp.sum(taco_jax.psum(x, "tp", scales=scales, **options))
+    levels = LEVELS(inner, ranks_per_host=local, between_hosts=outer)
+    f = lambda x, scales: jnp.sum(taco_jax.psum(x, "tp", compression=levels, scales=scales))
     slots, _ = slots_of(f, 8, x_P, np.full(2, UNCALIBRATED, np.int32))
     calibrated = np.array([np.ceil(np.log2(slots[:, 0].max())), 0], np.int32)
     quality = {}
-    sum_of = lambda x, exponents: taco_jax.psum(x[0], "tp", scales=SiteScales(exponents, None), **options)
+    sum_of = lambda x, exponents: taco_jax.psum(x[0], "tp", compression=levels, scales=SiteScales(exponents, None))
     program = jax.jit(jax.shard_map(sum_of, mesh=make_mesh(tp=8), in_specs=(P("tp"), P()), out_specs=P()))
     for name, exponents in (("no", np.full(2, UNCALIBRATED, np.int32)), ("yes", calibrated)):
         y = program(x_P, exponents)
@@ -120,9 +120,9 @@ def test_a_layer_asks_its_mesh(monkeypatch):
     assert levels("int8h")[0] == []
     monkeypatch.setattr(hosts, "_host", lambda device: device.id // 4)
     assert levels("taco")[0] == [(4, "taco"), (2, "taco")]
-    found, y = levels(Compression("int8h", "int8h", between_hosts="int6h"))
+    found, y = levels(Compression("int8h", between_hosts="int6h"))
     assert found == [(4, "int8h"), (2, "int6h")] and snr_db(exact, y) > 28
-    assert levels(Compression("int8h", "int8h", ranks_per_host=2))[0] == [(2, "int8h"), (4, "int8h")]
+    assert levels(Compression("int8h", ranks_per_host=2))[0] == [(2, "int8h"), (4, "int8h")]
 
 
 def test_messages_under_way_have_a_hop_for_each_collective():
@@ -130,8 +130,8 @@ def test_messages_under_way_have_a_hop_for_each_collective():
 
     def f(local):
         def run(x):
-            options = {"codec": "mxfp8", "algorithm": "hierarchical", "ranks_per_host": local}
-            started, value, hops = taco_jax.collectives.start_psum(x, "tp", "forward", **options), x, 0
+            levels = LEVELS("mxfp8", ranks_per_host=local)
+            started, value, hops = taco_jax.collectives.start_psum(x, "tp", "forward", compression=levels), x, 0
             while started.hops:
                 value, hops = started.beside(value + 1), hops + 1
             assert hops == (4 if local == 2 else 3)
@@ -141,7 +141,9 @@ def test_messages_under_way_have_a_hop_for_each_collective():
 
     for local in (2, 4):
         y_P, rest_P = f(local)(x_P)
-        psum = lambda x, n=local: taco_jax.psum(x, "tp", codec="mxfp8", algorithm="hierarchical", ranks_per_host=n)
+        psum = lambda x, n=local: taco_jax.psum(
+            x, "tp", compression=Compression("mxfp8", algorithm="hierarchical", ranks_per_host=n)
+        )
         np.testing.assert_array_equal(y_P[3], per_rank(psum, 8, invarying_out=True)(x_P))
         np.testing.assert_allclose(rest_P, 0, atol=1e-5)
 

@@ -24,14 +24,14 @@ def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
     x = jax.random.normal(jax.random.key(0), (ranks, 256))
 
     def f(x):
-        message, value = start_psum(x, "tp", "forward", codec=codec), x
+        message, value = start_psum(x, "tp", "forward", compression=codec), x
         for _ in range(4):  # more often than there are hops
             value = message.beside(value)
         assert message.hops == 0
         return message.arrive()[0], message.arrive()[0], lax.psum(value, "tp")
 
     once, again, sum_ = over(f, ranks)(x)
-    want = over(lambda x: psum(x, "tp", codec=codec), ranks)(x)
+    want = over(lambda x: psum(x, "tp", compression=codec), ranks)(x)
     np.testing.assert_array_equal(once, want)
     np.testing.assert_array_equal(again, want)
     np.testing.assert_allclose(sum_, x.sum(0, keepdims=True), rtol=1e-5)
@@ -40,7 +40,7 @@ def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
 def test_a_compressed_message_has_no_derivative_and_says_so():
     # Bits have none: without the error it would be zero.
     def loss(x, codec):
-        return jnp.sum(start_psum(x, "tp", "forward", codec=codec).arrive()[0])
+        return jnp.sum(start_psum(x, "tp", "forward", compression=codec).arrive()[0])
 
     def gradient(codec):
         return jax.jit(
@@ -89,7 +89,7 @@ def test_compressed_second_derivatives_of_chains_are_an_error():
 
 def test_what_is_no_direction_and_no_number_of_chains():
     with pytest.raises(ValueError, match="direction='sideways': must be one of forward, backward"):
-        over(lambda x: start_psum(x, "tp", "sideways", codec="taco").arrive()[0])(jnp.ones((2, 128)))
+        over(lambda x: start_psum(x, "tp", "sideways", compression="taco").arrive()[0])(jnp.ones((2, 128)))
     for chains in (0, 2.5, "2", None, True):
         with pytest.raises(ValueError, match="chains=.*: must be an int of at least 1, such as 2"):
             Parallel(chains=chains)

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import spelled_out
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
@@ -49,9 +51,9 @@ def varying(y, axes):
 @pytest.mark.parametrize(
     "operation, f, hops",
     [
-        ("all_reduce", lambda x, **o: taco_jax.psum(x, "tp", **o), 2),
-        ("reduce_scatter", lambda x, **o: taco_jax.psum_scatter(x.reshape(4, -1), "tp", **o), 1),
-        ("all_gather", lambda x, **o: taco_jax.all_gather(x[: S // 4], "tp", **o), 1),
+        ("all_reduce", lambda x, **o: spelled_out.psum(x, "tp", **o), 2),
+        ("reduce_scatter", lambda x, **o: spelled_out.psum_scatter(x.reshape(4, -1), "tp", **o), 1),
+        ("all_gather", lambda x, **o: spelled_out.all_gather(x[: S // 4], "tp", **o), 1),
     ],
 )
 @pytest.mark.parametrize("codec", ["taco", "int4h"])
@@ -83,28 +85,36 @@ def test_why_not(options, device, ranks, reason, on_h100, monkeypatch):
     monkeypatch.setattr(nvlink, "region_device", lambda: device)
     options = dict(options)
     codec, size = options.pop("codec", "taco"), options.pop("size", S)
-    choices, table = trace(lambda x: taco_jax.psum(x, "tp", codec=codec, **options), (size,), ranks=ranks)
+    choices, table = trace(lambda x: spelled_out.psum(x, "tp", codec=codec, **options), (size,), ranks=ranks)
     found = choices.get((codec, "all_reduce"), [])
     assert found == [] if reason is None else found[0][0] == "nccl" and reason in found[0][1]
     (row,) = table.rows()
     assert {opcode for opcode, _, _ in row.hlo} <= {"all-to-all", "all-gather"}
     if reason is not None:
         with pytest.raises(KernelUnavailableError, match="link 'nvlink' cannot all_reduce"):
-            trace(lambda x: taco_jax.psum(x, "tp", codec=codec, **options, link="nvlink"), (size,), ranks=ranks)
+            trace(
+                lambda x: spelled_out.psum(x, "tp", codec=codec, link="nvlink", **options),
+                (size,),
+                ranks=ranks,
+            )
 
 
 def test_several_processes(on_h100, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    choices, _ = trace(lambda x: taco_jax.psum(x, "tp", codec="taco"), (S,))
+    choices, _ = trace(lambda x: taco_jax.psum(x, "tp", compression=every_size("taco")), (S,))
     assert "several processes" in choices["taco", "all_reduce"][0][1]
 
 
 @needs_jax_0_11
 def test_several_axes(on_h100):
-    choices, _ = trace(lambda x: taco_jax.psum(x, ("dp", "tp"), codec="taco"), (S,), axes=("dp", "tp"))
+    choices, _ = trace(
+        lambda x: taco_jax.psum(x, ("dp", "tp"), compression=every_size("taco")), (S,), axes=("dp", "tp")
+    )
     assert "over the axes" in choices["taco", "all_reduce"][0][1]
     for axis in ("dp", "tp"):
-        choices, _ = trace(lambda x, axis=axis: taco_jax.psum(x, axis, codec="taco"), (S,), axes=("dp", "tp"))
+        choices, _ = trace(
+            lambda x, axis=axis: taco_jax.psum(x, axis, compression=every_size("taco")), (S,), axes=("dp", "tp")
+        )
         assert choices["taco", "all_reduce"][0][0] == "nvlink"
 
 
@@ -113,8 +123,8 @@ def test_several_axes(on_h100):
 def test_what_has_no_kernel(name, on_h100):
     def f(x, **options):
         if name == "ppermute":
-            return taco_jax.ppermute(x, "tp", [(0, 1)], codec="taco", **options)
-        return taco_jax.all_to_all(x.reshape(4, -1), "tp", 0, 0, codec="taco", **options)
+            return spelled_out.ppermute(x, "tp", [(0, 1)], codec="taco", **options)
+        return spelled_out.all_to_all(x.reshape(4, -1), "tp", 0, 0, codec="taco", **options)
 
     choices, _ = trace(f, (S,))
     assert ("taco", name) not in choices
@@ -126,8 +136,8 @@ def test_what_has_no_kernel(name, on_h100):
 def test_a_gradient_is_two_messages(on_h100):
     def f(x):
         def loss(x):
-            y = taco_jax.copy(lax.psum(x, "tp"), "tp", codec="taco")
-            return taco_jax.psum(y * y, "tp", codec="int8h").astype(jnp.float32).sum()
+            y = taco_jax.copy(lax.psum(x, "tp"), "tp", compression=every_size("taco"))
+            return taco_jax.psum(y * y, "tp", compression=every_size("int8h")).astype(jnp.float32).sum()
 
         return jax.grad(loss)(x)
 
@@ -138,7 +148,7 @@ def test_a_gradient_is_two_messages(on_h100):
 
 @needs_jax_0_11
 def test_a_tail_is_summed_exactly_and_listed(on_h100):
-    _, table = trace(lambda x: taco_jax.psum(x, "tp", codec="taco"), (S + 77,))
+    _, table = trace(lambda x: taco_jax.psum(x, "tp", compression=every_size("taco")), (S + 77,))
     tail, whole = sorted(table.rows(), key=lambda row: row.elements)
     assert (tail.elements, tail.dtype, tail.codec, tail.kind) == (77, "float32", "none", "other")
     assert (whole.elements, whole.codec) == (S + 77, "taco")
@@ -148,5 +158,5 @@ def test_an_older_jax(on_h100, monkeypatch):
     from pallas_kernels import compat
 
     monkeypatch.setattr(compat, "WARPS_KNOW_THE_MESH", False)
-    choices, _ = trace(lambda x: taco_jax.psum(x, "tp", codec="taco"), (S,))
+    choices, _ = trace(lambda x: taco_jax.psum(x, "tp", compression=every_size("taco")), (S,))
     assert "NVLink kernels need jax 0.11 or newer" in choices["taco", "all_reduce"][0][1]

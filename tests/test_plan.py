@@ -11,14 +11,14 @@ SITES = ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers
 
 
 def test_first_match_wins():
-    down = Compression("int6h", "taco")
+    down = Compression("int6h", backward="taco")
     plan = Plan({"layers/*/down": down, "layers/*": "int8h", "head": None, "*": "taco"})
     resolved = plan.resolve(SITES)
     assert resolved == {
-        "embed": Compression("taco", "taco"),
-        "layers/attn/qkv": Compression("int8h", "int8h"),
-        "layers/attn/out": Compression("int8h", "int8h"),
-        "layers/mlp/up": Compression("int8h", "int8h"),
+        "embed": Compression("taco"),
+        "layers/attn/qkv": Compression("int8h"),
+        "layers/attn/out": Compression("int8h"),
+        "layers/mlp/up": Compression("int8h"),
         "layers/mlp/down": down,
         "head": None,
     }
@@ -28,7 +28,7 @@ def test_first_match_wins():
 def test_sites_without_a_pattern_are_exact_or_the_default():
     assert Plan({"head": "taco"}).resolve(SITES)["embed"] is None
     with_default = Plan({"head": None}, default="int8h").resolve(SITES)
-    assert with_default["embed"] == Compression("int8h", "int8h") and with_default["head"] is None
+    assert with_default["embed"] == Compression("int8h") and with_default["head"] is None
     assert Plan({}).resolve(SITES) == dict.fromkeys(SITES)
 
 
@@ -50,11 +50,21 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_site():
 def test_as_compression():
     assert as_compression(None) is None
     assert as_compression("none") is None and as_compression(CODECS["none"]) is None
-    assert as_compression(Compression("none", "none")) is None
-    assert as_compression("taco") == Compression("taco", "taco")
+    assert as_compression(Compression("none")) is None
+    assert as_compression("taco") == Compression("taco")
     codec = Codec("int6", 64, "hadamard")
-    assert as_compression(codec) == Compression(codec, codec)
-    one_way = Compression("taco", "none")
+    assert as_compression(codec) == Compression(codec)
+    assert as_compression("int4h,block=32:taco") == Compression("int4h,block=32", backward="taco")
+    assert Compression("int4h,block=32").codecs == (dataclasses.replace(CODECS["int4h"], block=32),) * 2
+    with pytest.raises(
+        ValueError, match="compression='int4h,blok=32': 'blok=32' must be FIELD=VALUE; did you mean 'blo"
+    ):
+        as_compression("int4h,blok=32")
+    with pytest.raises(ValueError, match="head='' is unknown"):
+        as_compression("taco:", "head")
+    with pytest.raises(TypeError, match="compression=8: must be a preset's name, a Codec, a Compression or None"):
+        as_compression(8)
+    one_way = Compression("taco", backward="none")
     assert as_compression(one_way) is one_way and not one_way.is_exact
 
 
@@ -80,7 +90,6 @@ def test_compression_is_a_hashable_value():
         ({"chunks": 0}, "chunks=0: must be an integer from 1 to 1024, or None"),
         ({"chunks": 1025}, "chunks=1025: must be an integer from 1 to 1024"),
         ({"min_bytes": -1}, "min_bytes=-1: must be an integer of 0 or more"),
-        ({"backward": Codec("int8", rounding="stochastic")}, "a layer has no key for rounding='stochastic'"),
     ],
 )
 def test_bad_values(arguments, message):
@@ -96,8 +105,10 @@ def test_counts_are_integers(arguments):
 
 
 def test_a_plan_checks_its_values_at_once():
-    with pytest.raises(ValueError, match="codec='tacoo' is unknown"):
+    with pytest.raises(ValueError, match="compression='tacoo' is unknown"):
         Plan({"*": "tacoo"})
+    with pytest.raises(ValueError, match="a layer has no key for rounding='stochastic'"):
+        Plan({"*": Compression("taco", backward=Codec("int8", rounding="stochastic"))})
 
 
 @pytest.mark.parametrize("pattern", ["pp/act", "dp/*"])

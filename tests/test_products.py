@@ -68,7 +68,7 @@ def gradients(compression, x, w_up, w_down):
 
 
 def test_values_and_gradients_are_the_separate_ones(over_nvlink):
-    fused = Compression("int8h", "int8h", min_bytes=0, with_product=True)
+    fused = Compression("int8h", min_bytes=0, with_product=True)
     found = run(lambda *a: gradients(fused, *a), *arguments(), specs=SPECS)
     # A rank of tp has 64 columns of F: the product after w_down, and that of the gradient with w_up as it lies.
     assert CALLS == [((TOKENS, F // 4), (F // 4, D), False), ((TOKENS, F // 4), (D, F // 4), True)]
@@ -85,13 +85,13 @@ def test_second_derivatives_are_of_the_product(over_nvlink):
         return lax.pmean(jax.grad(jax.grad(along))(0.5), ("dp",))
 
     specs = SPECS[0], P()
-    fused = Compression("int8h", "int8h", min_bytes=0, with_product=True)
+    fused = Compression("int8h", min_bytes=0, with_product=True)
     found, expected = (run(lambda *a, c=c: curvature(c, *a), *arguments(), specs=specs) for c in (fused, None))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_both_directions_are_measured(over_nvlink):
-    fused = Compression("taco", "taco", min_bytes=0, with_product=True)
+    fused = Compression("taco", min_bytes=0, with_product=True)
     scales = lambda: SiteScales(jnp.zeros((2,), jnp.int32), jnp.zeros((2, 1), jnp.float32))
 
     def slots(x, w_up, w_down):
@@ -107,7 +107,7 @@ def test_both_directions_are_measured(over_nvlink):
 
 
 def test_the_site_table_and_the_notes_say_so(over_nvlink):
-    fused = Compression("int8h", "int8h", min_bytes=0, with_product=True)
+    fused = Compression("int8h", min_bytes=0, with_product=True)
     with sites.record() as table, backend.record() as choices:
         run(lambda *a: gradients(fused, *a), *arguments(), specs=SPECS)
     rows = {(r.site, r.direction): r for r in table.rows() if r.codec == "int8h"}
@@ -121,7 +121,7 @@ def test_the_site_table_and_the_notes_say_so(over_nvlink):
 def test_what_the_kernel_cannot_do_is_separate(over_nvlink, monkeypatch, tokens, reason):
     sums = []
     monkeypatch.setattr(products, "psum", lambda y, *_, **__: sums.append(y.shape) or lax.psum(y, "tp"))
-    fused = Compression("int8h", "int8h", min_bytes=0, with_product=True)
+    fused = Compression("int8h", min_bytes=0, with_product=True)
     x, w_up, w_down = arguments()
     with backend.record() as choices:
         run(lambda *a: mlp(fused, *a), x[: 2 * tokens], w_up, w_down, specs=(SPECS[0], P("dp")))
@@ -133,9 +133,9 @@ def test_link_nccl_and_no_gpu_are_separate(monkeypatch):
     monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in, raising=False)
     CALLS.clear()
     for link in ("nccl", "auto"):
-        separate = Compression("int8h", "int8h", min_bytes=0, link=link, with_product=True)
+        separate = Compression("int8h", min_bytes=0, link=link, with_product=True)
         found = run(lambda *a, c=separate: mlp(c, *a), *arguments(), specs=(SPECS[0], P("dp")))
-        plain = Compression("int8h", "int8h", min_bytes=0, link=link)
+        plain = Compression("int8h", min_bytes=0, link=link)
         expected = run(lambda *a, c=plain: mlp(c, *a), *arguments(), specs=(SPECS[0], P("dp")))
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
     assert CALLS == []

@@ -67,7 +67,7 @@ def test_remat_repeats_no_communication(sequence_parallel):
 
 def test_remat_repeats_no_exact_communication_below_min_bytes():
     arguments = stack_arguments()
-    small = Compression("taco", "taco", min_bytes=1 << 30)
+    small = Compression("taco", min_bytes=1 << 30)
     found = {
         remat: counts(stack_program(remat, compression=small).lower(*arguments).compile())["all-reduce"]
         for remat in ("none", "named", "full")

@@ -138,10 +138,10 @@ def test_the_loop_calibrates_a_site():
 
     def local(x, slot, exponents):
         def loss(slot):
-            y = taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", scales=SiteScales(exponents, slot))
+            y = taco_jax.psum_scatter(x, "tp", tiled=True, compression="taco", scales=SiteScales(exponents, slot))
             return jnp.sum(y * 1e4 * jnp.cos(jnp.arange(256.0)))
 
-        y = taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", scales=SiteScales(exponents))
+        y = taco_jax.psum_scatter(x, "tp", tiled=True, compression="taco", scales=SiteScales(exponents))
         return y, jax.grad(loss)(slot)
 
     # Uncalibrated and calibrated are one program: the exponent is data.

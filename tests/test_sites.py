@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from helpers import make_mesh
 from hlo import collectives
 from jax import lax
@@ -16,12 +17,12 @@ import taco_jax
 from taco_jax import CODECS, sites
 
 OPERATIONS = {
-    "psum": lambda x, **kw: taco_jax.psum(x, "tp", **kw),
-    "psum_one_shot": lambda x, **kw: taco_jax.psum(x, "tp", algorithm="one_shot", **kw),
-    "psum_scatter": lambda x, **kw: taco_jax.psum_scatter(x, "tp", tiled=True, **kw),
-    "all_gather": lambda x, **kw: taco_jax.all_gather(x, "tp", tiled=True, **kw),
-    "all_to_all": lambda x, **kw: taco_jax.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
-    "ppermute": lambda x, **kw: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
+    "psum": lambda x, **kw: spelled_out.psum(x, "tp", **kw),
+    "psum_one_shot": lambda x, **kw: spelled_out.psum(x, "tp", algorithm="one_shot", **kw),
+    "psum_scatter": lambda x, **kw: spelled_out.psum_scatter(x, "tp", tiled=True, **kw),
+    "all_gather": lambda x, **kw: spelled_out.all_gather(x, "tp", tiled=True, **kw),
+    "all_to_all": lambda x, **kw: spelled_out.all_to_all(x, "tp", 0, 1, tiled=True, **kw),
+    "ppermute": lambda x, **kw: spelled_out.ppermute(x, "tp", [(0, 1), (1, 2)], **kw),
 }
 
 
@@ -81,7 +82,7 @@ def test_bits_per_element_are_the_codecs():
     x_P = np.zeros((4, 1 << 19), np.float32)
     for codec in ("taco", "int4h", "mxfp6"):
         with sites.record() as table:
-            per_rank(lambda x, c=codec: taco_jax.psum(x, "tp", codec=c), 4, invarying_out=True).lower(x_P)
+            per_rank(lambda x, c=codec: taco_jax.psum(x, "tp", compression=c), 4, invarying_out=True).lower(x_P)
         (row,) = table.rows()
         assert row.bits_per_element == pytest.approx(CODECS[codec].bits, rel=0.02)
         sent, bf16 = table.total()
@@ -95,8 +96,8 @@ def test_repeated_bodies_count_their_calls_in_both_directions():
 
     def body(x):
         with sites.repeat(3), sites.repeat(2):
-            x = taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, codec="int8h", site="in")
-        return taco_jax.ppermute(x, "tp", [(0, 1)], codec="int8h", site="out")
+            x = taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, compression="int8h", site="in")
+        return taco_jax.ppermute(x, "tp", [(0, 1)], compression="int8h", site="out")
 
     table, _ = record(per_rank(gradient(body), 2), x_P)
     calls = {(row.site, row.direction): row.calls for row in table.rows()}
@@ -111,7 +112,7 @@ def test_a_second_trace_is_the_same_row():
 
     def f(x):
         layer = jax.checkpoint(
-            lambda x: jnp.tanh(taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, codec="int8h"))
+            lambda x: jnp.tanh(taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, compression="int8h"))
         )
         return lax.scan(lambda x, _: (layer(x), None), x, None, length=3)[0]
 
@@ -125,7 +126,7 @@ def test_other_collectives_are_listed_by_name():
     def f(x):
         sites.exact("head/max", "forward", "pmax", "tp", x)
         m = lax.pmax(x, "tp")
-        return m + taco_jax.psum(jnp.ones((), jnp.int32), "tp", codec="taco", site="count")
+        return m + taco_jax.psum(jnp.ones((), jnp.int32), "tp", compression="taco", site="count")
 
     table, found = record(per_rank(f, 4, invarying_out=True), x_P)
     rows = {row.site: row for row in table.rows()}
@@ -141,7 +142,7 @@ def test_nothing_is_listed_for_one_rank_or_outside_of_a_record():
     table, _ = record(per_rank(gradient(lambda x: OPERATIONS["all_gather"](x, codec="none")), 1), x_P)
     assert table.rows() == []
     x_P = np.ones((2, 8), np.float32)
-    program = per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco"), 2, invarying_out=True)
+    program = per_rank(lambda x: taco_jax.psum(x, "tp", compression="taco"), 2, invarying_out=True)
     with sites.record() as table:
         assert sites.recording()
     program(x_P)
@@ -150,7 +151,7 @@ def test_nothing_is_listed_for_one_rank_or_outside_of_a_record():
 
 def test_records_nest():
     x_P = np.ones((2, 8), np.float32)
-    f = lambda: per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco"), 2, invarying_out=True).lower(x_P)
+    f = lambda: per_rank(lambda x: taco_jax.psum(x, "tp", compression="taco"), 2, invarying_out=True).lower(x_P)
     with sites.record() as outer:
         with sites.record() as inner:
             f()
@@ -160,7 +161,7 @@ def test_records_nest():
 def test_several_axes_are_one_row():
     x = np.ones((8, 64), np.float32)
     axes = ("dp", "tp")
-    f = lambda x: taco_jax.psum(x, axes, codec="int8h")
+    f = lambda x: taco_jax.psum(x, axes, compression="int8h")
     f = jax.shard_map(f, mesh=make_mesh(dp=2, tp=4), in_specs=P(axes), out_specs=P())
     table, found = record(jax.jit(f), x)
     (row,) = table.rows()
@@ -168,7 +169,7 @@ def test_several_axes_are_one_row():
 
 
 def test_forward_messages_that_are_computed_again_count_twice():
-    f = gradient(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, codec="int8h", site="again"))
+    f = gradient(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, compression="int8h", site="again"))
 
     def program(x):
         with sites.repeat(5), sites.forward_again():

@@ -11,7 +11,7 @@ from reference_codec import ELEMENTS, REFERENCES
 from shards import per_rank
 
 import taco_jax
-from taco_jax import SiteScales
+from taco_jax import Compression, SiteScales
 from taco_jax.scales import STATS_WIDTH
 
 
@@ -39,7 +39,9 @@ def test_slot_of_a_psum_is_the_largest_scale_of_both_hops(algorithm, hop):
     signs = np.array([1, 1, 1, 1] if hop == "second" else [1, -1, 1, -1], np.float32)
     tilt = np.array([1, 1.5, 0.7, 0.3], np.float32)  # so that the ranks differ
     x_P = base * (signs * tilt)[:, None]
-    f = lambda x, scales: jnp.sum(taco_jax.psum(x, "tp", codec="taco", algorithm=algorithm, scales=scales))
+    f = lambda x, scales: jnp.sum(
+        taco_jax.psum(x, "tp", compression=Compression("taco", algorithm=algorithm), scales=scales)
+    )
     slots, _ = slots_of(f, 4, x_P, np.array([a, 7], np.int32))
 
     n = 128 * 5  # 2,400 elements: 19 blocks, 5 to a rank
@@ -66,7 +68,7 @@ def test_slots_of_both_directions(name):
     w = lambda y: weights(y) * 100
 
     def loss(x, scales):
-        y = f(taco_jax, x, codec="int8h", scales=scales)
+        y = f(taco_jax, x, compression="int8h", scales=scales)
         return jnp.sum(w(y) * y)
 
     slots, _ = slots_of(loss, 4, x_P, np.array([-3, -2], np.int32))
@@ -87,7 +89,10 @@ def test_slot_of_copy_has_only_a_backward_message():
 
     def local(x, w, slot):
         f = lambda slot: jnp.sum(
-            w[0] * taco_jax.copy(x, "tp", codec="taco", algorithm="one_shot", scales=SiteScales(None, slot))
+            w[0]
+            * taco_jax.copy(
+                x, "tp", compression=Compression("taco", algorithm="one_shot"), scales=SiteScales(None, slot)
+            )
         )
         return jax.grad(f)(slot[0])[None]
 
@@ -98,7 +103,7 @@ def test_slot_of_copy_has_only_a_backward_message():
 
 
 def test_slots_are_nan_where_data_is_and_zero_where_it_is_zero():
-    f = lambda x, scales: jnp.sum(taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", scales=scales))
+    f = lambda x, scales: jnp.sum(taco_jax.psum_scatter(x, "tp", tiled=True, compression="taco", scales=scales))
     x_P = np.zeros((2, 4, 8), np.float32)
     slots, _ = slots_of(f, 2, x_P, np.zeros(2, np.int32))
     assert (slots[:, 0] == 0).all() and (slots[:, 1] > 0).all()
@@ -109,7 +114,9 @@ def test_slots_are_nan_where_data_is_and_zero_where_it_is_zero():
 
 def test_wide_slots_carry_statistics():
     x_P = x_of(4)
-    f = lambda x, scales: jnp.sum(taco_jax.psum(x, "tp", codec="int8h", algorithm="one_shot", scales=scales))
+    f = lambda x, scales: jnp.sum(
+        taco_jax.psum(x, "tp", compression=Compression("int8h", algorithm="one_shot"), scales=scales)
+    )
     slots, _ = slots_of(f, 4, x_P, np.zeros(2, np.int32), width=STATS_WIDTH)
     amax, signal, noise, clipped, flushed, count = slots[:, 0].T
     assert (slots[:, 1] == 0).all()
@@ -124,7 +131,7 @@ def test_exponents_and_slots_change_no_gradient_and_exponents_no_types():
     w = weights
 
     def loss(x, scales):
-        y = taco_jax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True, codec="int8h", scales=scales)
+        y = taco_jax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True, compression="int8h", scales=scales)
         return jnp.sum(w(y) * y)
 
     _, with_slot = slots_of(loss, 4, x_P, np.zeros(2, np.int32))
@@ -136,7 +143,7 @@ def test_each_direction_uses_its_own_exponent():
     x_P = x_of(4)
 
     def loss(x, exponents):
-        y = taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", scales=SiteScales(exponents, None))
+        y = taco_jax.psum_scatter(x, "tp", tiled=True, compression="taco", scales=SiteScales(exponents, None))
         return jnp.sum(jnp.sin(3 * y))
 
     program = per_rank(jax.grad(loss), 4)  # exponents are data: one program for all
@@ -154,9 +161,9 @@ def test_each_direction_uses_its_own_exponent():
 
 def test_a_slot_that_varies_too_little_is_an_error():
     def local(x):
-        return jax.grad(lambda slot: jnp.sum(taco_jax.psum(x, "tp", codec="taco", scales=SiteScales(None, slot))))(
-            jnp.zeros((2, 1))
-        )
+        return jax.grad(
+            lambda slot: jnp.sum(taco_jax.psum(x, "tp", compression="taco", scales=SiteScales(None, slot)))
+        )(jnp.zeros((2, 1)))
 
     with pytest.raises(ValueError, match="amax slot: it must vary over"):
         per_rank(local, 2)(x_of(2))

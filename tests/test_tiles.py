@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import spelled_out
 from codec_programs import encode_decode, gaussian, round_trip
 from gradients import relative
 from hlo import collectives
@@ -218,7 +219,7 @@ def test_sums_are_those_of_what_was_sent(options):
     A sum of two hops in one piece is in test_feedback.py.
     """
     x_P = np.stack([outliers(3, 250, seed) for seed in range(4)])
-    y = per_rank(lambda x: taco_jax.psum(x, "tp", codec="tah4", **options), 4, invarying_out=True)(x_P)
+    y = per_rank(lambda x: spelled_out.psum(x, "tp", codec="tah4", **options), 4, invarying_out=True)(x_P)
     assert relative(y, x_P.sum(0)) < 0.1
     if options.get("algorithm") == "one_shot":
         sent = np.stack([round_trip(TAH4, x) for x in x_P]).sum(0)
@@ -227,7 +228,7 @@ def test_sums_are_those_of_what_was_sent(options):
 
 def test_ppermute_moves_its_bytes():
     x_P = np.stack([outliers(3, 250, seed).astype(ml_dtypes.bfloat16) for seed in range(4)])
-    f = per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2), (2, 3)], codec="tah4"), 4)
+    f = per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2), (2, 3)], compression="tah4"), 4)
     np.testing.assert_array_equal(f(x_P)[1:], [round_trip(TAH4, x) for x in x_P[:3]])
     assert collectives(f.lower(x_P).compile()) == [("collective-permute", "uint8", wire_bytes(750))]
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import spelled_out
 from codec_programs import encode, round_trip
 from gradients import relative
 from hlo import collectives
@@ -16,7 +17,7 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax import CODECS, Codec, backend
+from taco_jax import CODECS, Codec, Compression, backend
 from taco_jax.collectives.chunks import chunk_elements, cut
 
 INT8 = CODECS["int8_token"]
@@ -117,7 +118,9 @@ def test_ppermute_sends_tokens_both_ways():
     x_P = np.stack([values((3, 5, 24), seed=seed) for seed in range(4)])
 
     def f(x):
-        send = lambda x: taco_jax.ppermute(x, "tp", PERM, codec="int8_token", backward_codec="e4m3h", chunks=2)
+        send = lambda x: taco_jax.ppermute(
+            x, "tp", PERM, compression=Compression("int8_token", backward="e4m3h", chunks=2)
+        )
         y, pull = jax.vjp(send, x)
         return y, pull(x)[0]
 
@@ -136,11 +139,11 @@ def test_ppermute_sends_tokens_both_ways():
 def test_sums_and_gathers_of_whole_tokens():
     x_P = np.stack([values((4, 6, 24), seed=seed) for seed in range(4)])
     total = x_P.sum(0)
-    reduced = per_rank(lambda x: taco_jax.psum(x, "tp", codec="int8_token"), 4, invarying_out=True)(x_P)
+    reduced = per_rank(lambda x: taco_jax.psum(x, "tp", compression="int8_token"), 4, invarying_out=True)(x_P)
     assert relative(reduced, total) < 0.02
-    scattered = per_rank(lambda x: taco_jax.psum_scatter(x, "tp", codec="int8_token", tiled=True), 4)(x_P)
+    scattered = per_rank(lambda x: taco_jax.psum_scatter(x, "tp", compression="int8_token", tiled=True), 4)(x_P)
     assert relative(np.concatenate(scattered), total) < 0.02
-    gathered = per_rank(lambda x: taco_jax.all_gather(x, "tp", codec="int8_token", axis=1, tiled=True), 4)(x_P)
+    gathered = per_rank(lambda x: taco_jax.all_gather(x, "tp", compression="int8_token", axis=1, tiled=True), 4)(x_P)
     expected = np.concatenate([round_trip(INT8, x) for x in x_P], axis=1)
     for y in gathered:
         np.testing.assert_array_equal(y, expected)
@@ -149,16 +152,16 @@ def test_sums_and_gathers_of_whole_tokens():
 @pytest.mark.parametrize(
     "name, f",
     [
-        ("psum_scatter", lambda x, **c: taco_jax.psum_scatter(x, "tp", scatter_dimension=2, tiled=True, **c)),
-        ("all_gather", lambda x, **c: taco_jax.all_gather(x, "tp", axis=-1, tiled=True, **c)),
-        ("all_to_all", lambda x, **c: taco_jax.all_to_all(x, "tp", 0, 2, tiled=True, **c)),
+        ("psum_scatter", lambda x, **c: spelled_out.psum_scatter(x, "tp", scatter_dimension=2, tiled=True, **c)),
+        ("all_gather", lambda x, **c: spelled_out.all_gather(x, "tp", axis=-1, tiled=True, **c)),
+        ("all_to_all", lambda x, **c: spelled_out.all_to_all(x, "tp", 0, 2, tiled=True, **c)),
     ],
 )
 def test_cutting_tokens_raises(name, f):
     x_P = np.ones((4, 4, 4, 8), np.float32)
     message = f"{name}: codec 'int8_token' has one scale a token, and dim 2, the tokens' own, is cut or joined here"
     with pytest.raises(ValueError, match=message):
-        per_rank(lambda x: f(x, codec="int8h", backward_codec="int8_token"), 4)(x_P)
+        per_rank(lambda x: f(x, codec="int8h", backward="int8_token"), 4)(x_P)
     per_rank(lambda x: f(x, codec="int8h"), 4)(x_P)
 
 
@@ -183,7 +186,9 @@ def test_stochastic_rounding_and_statistics():
 
 
 def test_the_exact_collective_below_min_bytes():
-    f = per_rank(lambda x: taco_jax.ppermute(x, "tp", PERM, codec="int8_token", min_bytes=1 << 20), 4)
+    f = per_rank(
+        lambda x: taco_jax.ppermute(x, "tp", PERM, compression=Compression("int8_token", min_bytes=1 << 20)), 4
+    )
     x_P = values((4, 3, 24))
     np.testing.assert_array_equal(f(x_P)[1:], x_P[:3])
     assert "u8" not in f.lower(x_P).compile().as_text()

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers import make_mesh
 
-from taco_jax import cli, tune, tuned
+from taco_jax import Compression, cli, tune, tuned
 from taco_jax.config import ConfigError
 from taco_jax.tune import Point, TuneConfig, Way, check, crossover, winners
 
@@ -134,9 +134,9 @@ def test_values_stay_finite(dtype):
 
     mesh = make_mesh(tp=8)
     rounds = int(tune.RANGE_BITS[dtype] / 3)
-    y = np.float64(tune._program(mesh, rounds, codec="none")(tune._tensor(mesh, 64, dtype)))
+    y = np.float64(tune._program(mesh, rounds, None)(tune._tensor(mesh, 64, dtype)))
     assert np.isfinite(y).all() and np.abs(y).max() > 1
-    ours = np.float64(tune._program(mesh, rounds, codec="int8h")(tune._tensor(mesh, 64, dtype)))
+    ours = np.float64(tune._program(mesh, rounds, Compression("int8h", min_bytes=0))(tune._tensor(mesh, 64, dtype)))
     assert np.abs(ours - y).max() < 0.2 * np.abs(y).max()
 
 

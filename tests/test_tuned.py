@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from hlo import counts
 from shards import per_rank
 
 import taco_jax
 from pallas_kernels.nvlink import hardware
-from taco_jax import sites, tuned
+from taco_jax import Compression, sites, tuned
 from taco_jax.tuned import Tuned, TunedFileError
 
 NAME = "cpu, 4 ranks, nvlink or pcie p2p"
@@ -93,17 +94,21 @@ def test_a_sum_takes_the_algorithm_that_won(file):
 def test_only_sums_take_it(file):
     tuned.write(file, NAME, {"taco": Tuned(0, ((1024, 2, "all_to_all"),), ((1024, 1, "one_shot"),))})
     x_P = np.ones((4, 2048), np.float32)
-    scatter = per_rank(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, codec="taco", chunks=None), 4)
+    scatter = per_rank(
+        lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, compression=Compression("taco", chunks=None)), 4
+    )
     assert counts(scatter.lower(x_P).compile()) == {"all-to-all": 2}
     # The gradient of `copy` is a sum.
-    pull = lambda x: jax.vjp(lambda x: taco_jax.copy(x, "tp", codec="taco", chunks=None), x)[1]
+    pull = lambda x: jax.vjp(lambda x: taco_jax.copy(x, "tp", compression=Compression("taco", chunks=None)), x)[1]
     back = per_rank(lambda x: pull(jnp.zeros(2048))(x)[0], 4, invarying_out=True)
     assert counts(back.lower(x_P).compile()) == {"all-gather": 1}
 
 
 def test_sums_with_feedback_take_it(file):
     x_P = np.ones((4, 2048), np.float32)
-    sum_of = lambda: per_rank(lambda x: taco_jax.psum_with_feedback(x, "tp", codec="taco")[0], 4, invarying_out=True)
+    sum_of = lambda: per_rank(
+        lambda x: taco_jax.psum_with_feedback(x, "tp", compression="taco")[0], 4, invarying_out=True
+    )
     assert counts(sum_of().lower(x_P).compile()) == {"all-to-all": 1, "all-gather": 1}
     tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, ((1024, 1, "one_shot"),))})
     assert counts(sum_of().lower(x_P).compile()) == {"all-gather": 1}
@@ -114,7 +119,7 @@ def test_the_site_table_says_which_and_why(file):
     x_P = np.ones((4, 4096), np.float32)
 
     def how(**options):
-        f = lambda x: taco_jax.psum(x[: options.pop("elements", None)], "tp", codec="taco", **options)
+        f = lambda x: spelled_out.psum(x[: options.pop("elements", None)], "tp", **{"chunks": None} | options)
         with sites.record() as table:
             per_rank(f, 4, invarying_out=True).lower(x_P)
         (row,) = table.rows()
@@ -129,25 +134,27 @@ def test_the_site_table_says_which_and_why(file):
     assert how() == ("two_shot", "the rule for 4 ranks")
 
 
-def test_raw_collectives_ask_only_where_they_are_told_to(file):
+def test_raw_collectives_ask_as_layers_do(file):
     tuned.write(file, NAME, {"taco": TACO})
     x_P = np.ones((4, 2048), np.float32)
 
     def number(**options):
-        f = per_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", **options), 4, invarying_out=True)
+        f = per_rank(
+            lambda x: spelled_out.psum(x, "tp", **{"min_bytes": None, "chunks": None} | options), 4, invarying_out=True
+        )
         return counts(f.lower(x_P).compile())
 
-    assert number() == {"collective-permute": 3, "all-gather": 1}  # exchange is auto
-    assert number(chunks=None) == {"collective-permute": 6, "all-gather": 2}
+    assert number() == {"collective-permute": 6, "all-gather": 2}
+    assert number(chunks=1) == {"collective-permute": 3, "all-gather": 1}
     assert number(min_bytes=1 << 20) == {"all-reduce": 1}
     x_P = np.ones((4, 512), np.float32)
-    assert number() == {"all-to-all": 1, "all-gather": 1} and number(min_bytes=None) == {"all-reduce": 1}
+    assert number() == {"all-reduce": 1} and number(min_bytes=0) == {"all-to-all": 1, "all-gather": 1}
 
 
 def test_each_direction_has_its_codecs_crossover(file):
     tuned.write(file, NAME, {"taco": TACO, "int8h": Tuned(None, TACO.best)})
     x_P = np.ones((4, 1024), np.float32)
-    compression = taco_jax.Compression("taco", "int8h")
+    compression = taco_jax.Compression("taco", backward="int8h")
 
     def local(x):
         import jax

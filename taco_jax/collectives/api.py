@@ -1,31 +1,17 @@
-"""The public collectives: named and typed like jax.lax's, with a required `codec`.
+"""The public collectives: named and typed like jax.lax's, with a required `compression`.
 
 Common arguments (besides those of the jax.lax function of the same name):
-  codec: preset name or `Codec` of the forward message; "none" is jax.lax exactly.
-  backward_codec: of the gradient's message; by default the same.
+  compression: a `Compression`, or what makes one: a preset's name or `Codec` for both directions, or
+    "FORWARD:BACKWARD". "none" and None are jax.lax exactly.
   scales: `SiteScales` (exponents int32[2], slot float32[2, K]) or None: no site scale.
-  min_bytes: messages below this many bytes are jax.lax's own program. Default 0; None: as tuned for codec and link.
-  backend: what encodes and decodes: auto (a GPU kernel where there is one), mosaic, triton, jnp. One that is forced and
-    cannot run raises pallas_kernels.KernelUnavailableError.
-  chunks: pieces of the message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with
-    sending this one. The values are those of one piece, with two exceptions: stochastic rounding draws other noise, and
-    with scale="site" and no calibrated exponent each piece has a scale of its own. Default 1; None: as tuned.
-  exchange: all_to_all, ring (P-1 permutations), or auto (as tuned, else all_to_all), where a message starts by sending
-    another wire to every rank (two-shot, psum_scatter, all_to_all); the values are the same.
-  algorithm (where values are added or gathered): hierarchical goes in levels, inside hosts, between and inside again
-    (`hierarchical.py`); two_shot and one_shot do not; auto does where the axis spans several hosts and the message is
-    large (on CPU always), and is flat elsewhere.
-  ranks_per_host: consecutive ranks of the axis that share a host. Default None: as JAX says of `jax.devices()`, if the
-    mesh is of all of them in their own order, else all ranks (a region's mesh does not know its devices). One host, or
-    one rank on each: flat, in the latter case in the codec between hosts.
-  between_hosts: codec of what a hierarchical message sends between hosts. Default None: the message's own.
   key: for stochastic rounding; a new one for each call.
+  site: the name of its messages in the site table.
 Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
 and shape. A codec with a scale for each token takes the last dim for one; a collective that cuts or joins that dim
 raises ValueError. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
 
 Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
-float dtypes, for counts that are no integers and keys that are none.
+float dtypes, for keys that are none, and for options that are given one by one.
 """
 
 from __future__ import annotations
@@ -35,21 +21,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import sites
+from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
 from taco_jax.collectives.differentiable import Operation, all_reduce, apply
 from taco_jax.collectives.hops import UnderWay, without_derivative
 from taco_jax.collectives.message import Label
-from taco_jax.collectives.options import Options, check_options
 from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.compat import varying_axes
 from taco_jax.plan import as_integer
 
-DIRECTIONS = ("forward", "backward")
 SUMS = ("psum", "copy")  # whose messages are all-reduces
 
 
-def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", ranks_per_host=None,
-         between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto",
-         axis_index_groups=None, key=None, site="psum"):  # fmt: skip
+@new_spelling
+def psum(x, axis_name: AxisName, *, compression, axis_index_groups=None, scales=None, key=None, site="psum"):
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
     algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages), hierarchical (three or four
@@ -61,17 +45,15 @@ def psum(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, alg
     def one(x, site):
         if not _is_float(x):
             return _exact(site, "psum", axis_name, x, lambda: lax.psum(x, axis_name))
-        return _call("psum", x, site, options)
+        return _call("psum", x, site, call)
 
-    options = check_options("psum", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = check_call("psum", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
-def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, scatter_dimension=0,
-                 axis_index_groups=None, tiled=False, algorithm="auto", ranks_per_host=None, between_hosts=None,
-                 link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
-                 site="psum_scatter"):  # fmt: skip
+@new_spelling
+def psum_scatter(x, axis_name: AxisName, *, compression, scatter_dimension=0, axis_index_groups=None, tiled=False,
+                 scales=None, key=None, site="psum_scatter"):  # fmt: skip
     """Rank r's slice of the sum along `scatter_dimension`; one hop, the own term unquantised.
 
     Backward: a compressed all_gather.
@@ -83,16 +65,15 @@ def psum_scatter(x, axis_name: AxisName, *, codec, backward_codec=None, scales=N
             plain = lambda: lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=tiled)
             return _exact(site, "psum_scatter", axis_name, x, plain)
         own = {"dims": (dim,), "tiled": tiled}
-        return _call("psum_scatter", x, site, options, **own)
+        return _call("psum_scatter", x, site, call, **own)
 
-    options = check_options("psum_scatter", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = check_call("psum_scatter", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
-def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, axis_index_groups=None, axis=0,
-               tiled=False, to="varying", algorithm="auto", ranks_per_host=None, between_hosts=None, link="auto",
-               min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None, site="all_gather"):  # fmt: skip
+@new_spelling
+def all_gather(x, axis_name: AxisName, *, compression, axis_index_groups=None, axis=0, tiled=False, to="varying",
+               scales=None, key=None, site="all_gather"):  # fmt: skip
     """All ranks' x, stacked (or tiled: concatenated) along dim `axis`; the own shard is quantised like the others.
 
     to: "varying" (backward: a compressed psum_scatter) or "invarying" (backward: the own slice). `min_bytes` counts
@@ -106,18 +87,17 @@ def all_gather(x, axis_name: AxisName, *, codec, backward_codec=None, scales=Non
             plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
             return _exact(site, "all_gather", axis_name, x, plain, ranks)
         own = {"dims": (dim,), "tiled": tiled, "to": to}
-        return _call("all_gather", x, site, options, **own)
+        return _call("all_gather", x, site, call, **own)
 
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r}: must be 'varying' or 'invarying'")
-    options = check_options("all_gather", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = check_call("all_gather", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
-def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, codec, backward_codec=None, scales=None,
-               axis_index_groups=None, tiled=False, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto",
-               key=None, site="all_to_all"):  # fmt: skip
+@new_spelling
+def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, compression, axis_index_groups=None,
+               tiled=False, scales=None, key=None, site="all_to_all"):  # fmt: skip
     """Dim `split_axis` is cut into one piece a rank, the received pieces are joined along `concat_axis`.
 
     The own piece stays exact. Backward: the inverse exchange, compressed.
@@ -129,15 +109,16 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, cod
             plain = lambda: lax.all_to_all(x, axis_name, *dims, tiled=tiled)
             return _exact(site, "all_to_all", axis_name, x, plain)
         own = {"dims": dims, "tiled": tiled}
-        return _call("all_to_all", x, site, options, **own)
+        return _call("all_to_all", x, site, call, **own)
 
-    options = check_options("all_to_all", axis_name, codec, backward_codec, scales, key, axis_index_groups, link,
-                            min_bytes, backend, chunks, exchange)  # fmt: skip
+    call = check_call(
+        "all_to_all", axis_name, compression, scales=scales, key=key, groups=axis_index_groups, levels=False
+    )
     return _map(one, x, site)
 
 
-def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales=None, link="auto", min_bytes=0,
-             backend="auto", chunks=1, exchange="auto", key=None, site="ppermute"):  # fmt: skip
+@new_spelling
+def ppermute(x, axis_name: AxisName, perm, *, compression, scales=None, key=None, site="ppermute"):
     """x of the rank that sends here by `perm`, pairs (source, destination); zeros where none does.
 
     Over several axes ranks count as jax.lax.axis_index(axis_name) does, in the order of the tuple (jax.lax.ppermute's
@@ -148,35 +129,30 @@ def ppermute(x, axis_name: AxisName, perm, *, codec, backward_codec=None, scales
     def one(x, site):
         if not _is_float(x):
             return _exact(site, "ppermute", axis_name, x, lambda: permute(x, axis_name, perm))
-        return _call("ppermute", x, site, options, perm=perm)
+        return _call("ppermute", x, site, call, perm=perm)
 
-    options = check_options("ppermute", axis_name, codec, backward_codec, scales, key, None, link,
-                            min_bytes, backend, chunks, exchange)  # fmt: skip
+    call = check_call("ppermute", axis_name, compression, scales=scales, key=key, levels=False)
     return _map(one, x, site)
 
 
-def copy(x, axis_name: AxisName, *, codec, backward_codec=None, scales=None, algorithm="auto", ranks_per_host=None,
-         between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1, exchange="auto", key=None,
-         site="copy"):  # fmt: skip
+@new_spelling
+def copy(x, axis_name: AxisName, *, compression, scales=None, key=None, site="copy"):
     """Identity forward (invarying -> varying), compressed psum of the cotangent backward: Megatron's f.
 
-    The mirror of `psum`. `codec` is unused (there is no forward message) and there so that all collectives take the
-    same arguments.
+    The mirror of `psum`: there is no forward message.
     """
 
     def one(x, site):
         if not _is_float(x):
             return to_varying(x, axis_name)
-        return _call("copy", x, site, options)
+        return _call("copy", x, site, call)
 
-    options = check_options("copy", axis_name, codec, backward_codec, scales, key, None, link,
-                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = check_call("copy", axis_name, compression, scales=scales, key=key)
     return _map(one, x, site)
 
 
-def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=None, scales=None, algorithm="auto",
-               ranks_per_host=None, between_hosts=None, link="auto", min_bytes=0, backend="auto", chunks=1,
-               exchange="auto", calls=1, site="psum") -> UnderWay:  # fmt: skip
+@new_spelling
+def start_psum(x, axis_name: AxisName, direction: str, *, compression, scales=None, calls=1, site="psum") -> UnderWay:
     """The message of `psum` (direction "forward") or of `copy` ("backward") under way, for the caller to time its hops.
 
     It has no derivative, and raises NotImplementedError if a compressed one is asked for: this is for those who write
@@ -186,16 +162,16 @@ def start_psum(x, axis_name: AxisName, direction: str, *, codec, backward_codec=
     Raises:
       ValueError: a direction that is neither.
     """
-    options = check_options("start_psum", axis_name, codec, backward_codec, scales, None, None, link,
-                            min_bytes, backend, chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = check_call("start_psum", axis_name, compression, scales=scales)
     if direction not in DIRECTIONS:
         raise ValueError(f"start_psum: direction={direction!r}: must be one of {', '.join(DIRECTIONS)}")
-    which, x = DIRECTIONS.index(direction), jnp.asarray(x)
-    message = options.message(options.codecs[which], x.shape, x.nbytes, Label(site, direction, calls))
+    x = jnp.asarray(x)
+    message = call.message(Label(site, direction, calls), x.shape, x.nbytes)
     if not message.codec.exact:
         x = without_derivative(x)
-    exponents = options.scales.exponents
-    return all_reduce(message, to_varying(x, axis_name), None if exponents is None else exponents[which], None)
+    exponents = call.scales.exponents
+    exponent = None if exponents is None else exponents[DIRECTIONS.index(direction)]
+    return all_reduce(message, to_varying(x, axis_name), exponent, None)
 
 
 def _map(one, tree, site):
@@ -208,8 +184,8 @@ def _map(one, tree, site):
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _call(name, x, site, options: Options, **own):
-    axis = options.axis
+def _call(name, x, site, call: Call, **own):
+    axis = call.axis
     if name != "copy":
         # As in jax.lax, a value that is the same on every rank is taken as one that varies.
         x = to_varying(x, axis)
@@ -218,23 +194,21 @@ def _call(name, x, site, options: Options, **own):
             f"copy: x already varies over {axis!r}, so its gradient is not a sum over the ranks; copy takes a "
             "value that is the same on every rank"
         )
-    _check_tokens(name, x, options, own.get("dims", ()))
+    _check_tokens(name, x, call, own.get("dims", ()))
     nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        options.message(
-            codec, x.shape, nbytes, Label(site, direction, sites.current_calls(direction)), sums=name in SUMS
-        )
-        for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)
+        call.message(Label(site, direction, sites.current_calls(direction)), x.shape, nbytes, sums=name in SUMS)
+        for direction in DIRECTIONS
     )
     operation = Operation(name, forward, backward, **own)
     if x.size == 0:
         return _nothing(operation, x)
-    return apply(operation, x, options.scales.exponents, options.scales.slot, options.key)
+    return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
 
 
-def _check_tokens(name, x, options: Options, dims: tuple[int, ...]) -> None:
+def _check_tokens(name, x, call: Call, dims: tuple[int, ...]) -> None:
     """Raises ValueError where a rank's part would not be whole tokens of a codec that has a scale for each."""
-    codec = next((codec for codec in options.codecs if codec.per_token), None)
+    codec = next((codec for codec in call.compression.codecs if codec.per_token), None)
     if codec is not None and x.ndim - 1 in dims:
         raise ValueError(
             f"{name}: codec {codec.name!r} has one scale a token, and dim {x.ndim - 1}, the tokens' own, is cut or "

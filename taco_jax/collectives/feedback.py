@@ -20,17 +20,17 @@ from jax import lax
 
 from taco_jax import sites
 from taco_jax.collectives.api import psum
+from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
 from taco_jax.collectives.differentiable import Operation, apply
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.options import Options, check_options
 from taco_jax.collectives.region import AxisName, to_varying
-from taco_jax.plan import check_feedback
+from taco_jax.plan import Compression, check_feedback
 
 
-def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_codec=None, scales=None,
-                       algorithm="auto", ranks_per_host=None, between_hosts=None, link="auto", min_bytes=0,
-                       backend="auto", chunks=1, exchange="auto", key=None,
-                       site="psum") -> tuple[jax.Array, jax.Array]:  # fmt: skip
+@new_spelling
+def psum_with_feedback(
+    x, axis_name: AxisName, error=None, *, compression, scales=None, key=None, site="psum"
+) -> tuple[jax.Array, jax.Array]:
     """(y, error'): the sum of x + error over the axis, as `psum` makes it, and this rank's part of what it lost.
 
     A message that is exact delivers the error and leaves none. Over hosts the sum is flat, and over NVLink it goes in
@@ -52,8 +52,7 @@ def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_co
       As psum; TypeError for a tree or a dtype that is no float; ValueError for an error of another shape, and for
       algorithm="hierarchical", between_hosts and link="nvlink".
     """
-    options = _options("psum_with_feedback", axis_name, codec, backward_codec, scales, key, link, min_bytes, backend,
-                       chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
+    call = _check_call("psum_with_feedback", axis_name, compression, scales=scales, key=key)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"psum_with_feedback: x is {getattr(x, 'dtype', type(x).__name__)}: must be one float array")
     if error is not None and not hasattr(error, "shape"):
@@ -65,34 +64,30 @@ def psum_with_feedback(x, axis_name: AxisName, error=None, *, codec, backward_co
         # In x's dtype, so that XLA may add it in the product that x is.
         x = x + lax.stop_gradient(error).astype(x.dtype)
     forward, backward = (
-        options.message(c, x.shape, x.nbytes, Label(site, direction, sites.current_calls(direction)))
-        for c, direction in zip(options.codecs, ("forward", "backward"), strict=True)
+        call.message(Label(site, direction, sites.current_calls(direction)), x.shape, x.nbytes)
+        for direction in DIRECTIONS
     )
     if not _loses(forward):
-        y = psum(x, axis_name, codec="none", backward_codec=backward_codec, scales=scales, site=site)
+        exact = Compression("none", backward=call.compression.backward)
+        y = psum(x, axis_name, compression=exact, scales=scales, site=site)
         return y, jnp.zeros_like(x)
     operation = Operation("psum", dataclasses.replace(forward, feedback=True), backward)
-    return apply(operation, x, options.scales.exponents, options.scales.slot, options.key)
+    return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
 
 
-def loses(shape: tuple[int, ...], dtype, axis_name: AxisName, *, codec, backward_codec=None, scales=None,
-          algorithm="auto", ranks_per_host=None, between_hosts=None, link="auto", min_bytes=0, backend="auto",
-          chunks=1, exchange="auto", key=None, site="psum") -> bool:  # fmt: skip
-    """Whether `psum_with_feedback` of an x of this shape and dtype leaves an error; arguments as there."""
-    options = _options("loses", axis_name, codec, backward_codec, scales, key, link, min_bytes, backend, chunks,
-                       exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
-    return _loses(options.message(options.codecs[0], shape, math.prod(shape) * np.dtype(dtype).itemsize, Label(site)))
+def loses(shape: tuple[int, ...], dtype, axis_name: AxisName, *, compression) -> bool:
+    """Whether `psum_with_feedback` of an x of this shape and dtype leaves an error."""
+    call = _check_call("loses", axis_name, compression)
+    return _loses(call.message(Label(), shape, math.prod(shape) * np.dtype(dtype).itemsize))
 
 
 def _loses(message: Message) -> bool:
     return not message.codec.exact and message.ranks > 1
 
 
-def _options(entry, axis_name, codec, backward_codec, scales, key, link, min_bytes, backend, chunks, exchange,
-             algorithm, ranks_per_host, between_hosts) -> Options:  # fmt: skip
-    options = check_options(entry, axis_name, codec, backward_codec, scales, key, None, link, min_bytes, backend,
-                            chunks, exchange, algorithm, ranks_per_host, between_hosts)  # fmt: skip
-    check_feedback(algorithm, link, between_hosts, f"{entry}: ")
+def _check_call(entry: str, axis_name: AxisName, compression, **others) -> Call:
+    call = check_call(entry, axis_name, compression, **others)
+    check_feedback(call.compression, f"{entry}: ")
     # Of all ranks on one host it stays known, so that a sum takes the algorithm that was measured there.
-    ranks = lax.axis_size(axis_name)
-    return dataclasses.replace(options, local=ranks if options.local == ranks else 0, link="nccl")
+    local = call.local if call.local == lax.axis_size(axis_name) else 0
+    return dataclasses.replace(call, local=local, compression=dataclasses.replace(call.compression, link="nccl"))

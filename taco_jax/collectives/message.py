@@ -16,6 +16,7 @@ from taco_jax.codec import Codec
 from taco_jax.collectives import hosts
 from taco_jax.collectives.region import AxisName, to_varying
 from taco_jax.elements import ELEMENTS
+from taco_jax.plan import Compression
 
 Hops = list[tuple[str, int]]  # (HLO opcode, uint8 elements of its output on one device)
 
@@ -33,29 +34,38 @@ class Label:
 class Message:
     """The static part of one message: hashable, so that a custom_vjp can carry it.
 
-    with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
-    backend, chunks, exchange, link: arguments of the collectives (`api.py`).
+    compression: as given to the collective; what it leaves open is decided in `algorithm`, `chunks` and `exchange`.
+    codec: of this direction; exact where the message is too small.
+    why: the algorithm is this one, where it was measured; else empty.
     local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
       codec between hosts.
-    why: the algorithm is this one, where it was measured; else empty.
+    with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
     group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
     feedback: an all-reduce's result is (sum, this rank's error), see `feedback.py`.
     """
 
     axis: AxisName
+    compression: Compression
     codec: Codec
-    algorithm: str = "auto"
-    with_stats: bool = False
     label: Label = Label()
-    backend: str = "auto"
+    _: dataclasses.KW_ONLY
+    algorithm: str = "auto"
+    why: str = ""
     chunks: int = 1
     exchange: str = "all_to_all"
-    link: str = "auto"
     local: int = 0
     between: Codec | None = None
-    why: str = ""
+    with_stats: bool = False
     group: hosts.Group | None = None
     feedback: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.compression.backend
+
+    @property
+    def link(self) -> str:
+        return self.compression.link
 
     @property
     def ranks(self) -> int:

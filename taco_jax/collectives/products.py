@@ -25,10 +25,10 @@ from pallas_kernels import product as kernels
 from taco_jax import backend, sites
 from taco_jax.collectives import nvlink, one_shot, two_shot
 from taco_jax.collectives.api import copy, psum
+from taco_jax.collectives.call import check_call
 from taco_jax.collectives.differentiable import AMAX_NAME, OUTPUT_NAME, as_slot
 from taco_jax.collectives.hops import UnderWay
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.options import check_options
 from taco_jax.collectives.region import axis_tuple, to_varying
 
 
@@ -44,25 +44,31 @@ class Product:
         return jnp.matmul(x, w.T if self.transposed else w, precision=self.precision)
 
 
-def product_psum(x, w, axis_name, *, precision=None, site="psum", scales=None, **options) -> jax.Array:
+def product_psum(x, w, axis_name, *, compression, precision=None, site="psum", scales=None) -> jax.Array:
     """The sum over the ranks of x [..., K] @ w [K, N]: varying -> invarying, in one kernel where `takes` says so.
 
-    options: those of `psum`, which does the rest.
+    Other arguments as of `psum`, which does the rest.
     """
     result = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
-    found = _product(0, "forward", axis_name, result, site, scales, options, transposed=False, precision=precision)
+    call = check_call("product_psum", axis_name, compression, scales=scales)
+    label = Label(site, "forward", sites.current_calls("forward"))
+    found = Product(call.message(label, result.shape, _nbytes(result)), transposed=False, precision=precision)
     if not takes(found, x, w):
-        return psum(jnp.matmul(x, w, precision=precision), axis_name, site=site, scales=scales, **options)
+        product = jnp.matmul(x, w, precision=precision)
+        return psum(product, axis_name, compression=compression, site=site, scales=scales)
     exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
     return _psum(found, to_varying(x, axis_name), to_varying(w, axis_name), exponents, slot)
 
 
-def copy_product(x, w, axis_name, *, precision=None, site="copy", scales=None, **options) -> jax.Array:
+def copy_product(x, w, axis_name, *, compression, precision=None, site="copy", scales=None) -> jax.Array:
     """x [..., N] @ w [N, K] of an x that is the same on every rank; the sum that its gradient is in one kernel where
-    `takes` says so. options: those of `copy`."""
-    found = _product(1, "backward", axis_name, x, site, scales, options, transposed=True, precision=precision)
+    `takes` says so. Other arguments as of `copy`."""
+    call = check_call("copy_product", axis_name, compression, scales=scales)
+    label = Label(site, "backward", sites.current_calls("backward"))
+    found = Product(call.message(label, x.shape, _nbytes(x)), transposed=True, precision=precision)
     if not takes(found, jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype), w):
-        return jnp.matmul(copy(x, axis_name, site=site, scales=scales, **options), w, precision=precision)
+        x = copy(x, axis_name, compression=compression, site=site, scales=scales)
+        return jnp.matmul(x, w, precision=precision)
     exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
     return _copy(found, x, to_varying(w, axis_name), exponents, slot)
 
@@ -82,16 +88,8 @@ def takes(product: Product, x, w) -> bool:
     return reason is None
 
 
-def _product(which: int, direction: str, axis, result, site, scales, options, **own) -> Product:
-    """The product whose result is summed: the forward message of `psum`, or the backward one of `copy`."""
-    given = {"codec": None, "backward_codec": None, "link": "auto", "min_bytes": 0, "backend": "auto", "chunks": 1}
-    given |= {"exchange": "auto", "key": None} | options
-    codec, backward = given.pop("codec"), given.pop("backward_codec")
-    entry = ("product_psum", "copy_product")[which]
-    checked = check_options(entry, axis, codec, backward, scales, given.pop("key"), None, **given)
-    label = Label(site, direction, sites.current_calls(direction))
-    nbytes = result.size * result.dtype.itemsize
-    return Product(checked.message(checked.codecs[which], result.shape, nbytes, label), **own)
+def _nbytes(x) -> int:
+    return x.size * x.dtype.itemsize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

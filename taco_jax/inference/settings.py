@@ -13,18 +13,18 @@ import dataclasses
 import fnmatch
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from taco_jax import tuned
-from taco_jax.codec import Codec, as_codec
-from taco_jax.config import ConfigError, nearest
+from taco_jax.codec import Codec
+from taco_jax.config import ConfigError
 from taco_jax.elements import ELEMENTS
 from taco_jax.models.attention import implementation
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.parallel import Parallel
-from taco_jax.plan import Compression, Plan
+from taco_jax.plan import Compression, Plan, as_compression, without_key
 from taco_jax.scales import SiteScales
 
 ROWS = ("attn/out", "mlp/down")
@@ -33,22 +33,6 @@ EIGHT_BITS = tuple(name for name, element in ELEMENTS.items() if element.bits ==
 DECODE_MIN_BYTES = 1 << 16
 """A decode step's messages below this are exact where the link's own limit is lower (as on emulated devices): they
 are bound by latency, and their bytes do not count beside those of the prompt."""
-
-
-def parse_codec(text: str, key: str = "compression") -> Codec:
-    """The codec of "PRESET[,FIELD=VALUE...]". Raises ConfigError, naming key, value and what would work."""
-    name, *changes = text.split(",")
-    fields: dict[str, Any] = {}
-    for change in changes:
-        field, _, value = change.partition("=")
-        known = [f.name for f in dataclasses.fields(Codec)]
-        if field not in known or not value:
-            raise ConfigError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {nearest(field, known)}")
-        fields[field] = int(value) if value.isdigit() else value
-    try:
-        return dataclasses.replace(as_codec(name, key), **fields)
-    except ValueError as error:
-        raise ConfigError(f"{key}={text!r}: {error}" if changes else str(error)) from None
 
 
 class Segment(NamedTuple):
@@ -73,7 +57,7 @@ class Layout(NamedTuple):
     def scales(self) -> dict[str, SiteScales]:
         """The site scale 1 for every site whose codec's scale is ue5m3: its byte then spans 2^-15 to 2^16 in steps of
         an eighth, which holds the block scales of any activations, and nothing is calibrated."""
-        fixed = lambda c: c is not None and as_codec(c.forward).scale == "ue5m3"
+        fixed = lambda c: c is not None and c.codecs[0].scale == "ue5m3"
         return {site: SiteScales(jnp.zeros((2,), jnp.int32)) for site, c in self.par.plan if fixed(c)}
 
 
@@ -139,18 +123,20 @@ class Settings:
         return [tuple(lookup(f"layers/{layer}/{row}", row) for row in ROWS) for layer in range(n_layers)]
 
     def _compression(self, value, key: str, device, decoding: bool) -> Compression | None:
-        codec = parse_codec(value, key) if isinstance(value, str) else value
-        if codec is None or (isinstance(codec, Codec) and codec.exact):
+        try:
+            found = without_key(as_compression(value, key))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        if found is None or found.codecs[0].exact:  # there are no gradients
             return None
-        if not isinstance(codec, Compression):
-            feedback = self._feedback(codec, device)
-            options = {"link": self.link, "backend": self.backend, "error_feedback": feedback}
-            codec = Compression(codec, codec, self.min_bytes, **options)
-        if decoding and codec.min_bytes is None:
-            name = as_codec(codec.forward).name
-            least = max(tuned.default_min_bytes(name, self.tp, device, codec.link), DECODE_MIN_BYTES)
-            codec = dataclasses.replace(codec, min_bytes=least)
-        return codec
+        if not isinstance(value, Compression):
+            feedback = self._feedback(found.codecs[0], device)
+            own = {"min_bytes": self.min_bytes, "link": self.link, "backend": self.backend, "error_feedback": feedback}
+            found = dataclasses.replace(found, **own)
+        if decoding and found.min_bytes is None:
+            least = tuned.default_min_bytes(found.codecs[0].name, self.tp, device, found.link)
+            found = dataclasses.replace(found, min_bytes=max(least, DECODE_MIN_BYTES))
+        return found
 
     def _feedback(self, codec: Codec, device) -> bool:
         """As asked for; else what below 8 bits needs most, unless it kept sums from being one kernel over NVLink."""

@@ -31,7 +31,7 @@ def plan(config: TrainConfig) -> dict[str, Compression | None]:
         return {}
     c, p = config.compression, config.pipeline
     compression = Compression(
-        p.forward, p.backward, min_bytes=c.min_bytes or 0, backend=c.backend, chunks=c.chunks or 1
+        p.forward, backward=p.backward, min_bytes=c.min_bytes or 0, backend=c.backend, chunks=c.chunks or 1
     )  # fmt: skip
     return {SITE: as_compression(compression)}
 
@@ -48,15 +48,9 @@ def send(x_BLD: jax.Array, scales: SiteScales | None, sends, receives, par: Para
     messages that are none stay zero: that of the forward message is taken where it is sent, and that of the gradient
     where that is sent, which is where x is received.
     """
-    c = par.compression(SITE)
     perm = neighbours(lax.axis_size(AXIS), ring=ring)
     scales = masked(scales, jnp.stack([sends, receives]))
-    if c is None:
-        return collectives.ppermute(x_BLD, AXIS, perm, codec="none", site=SITE)
-    return collectives.ppermute(
-        x_BLD, AXIS, perm, codec=c.forward, backward_codec=c.backward, scales=scales, link=c.link,
-        min_bytes=c.min_bytes, backend=c.backend, chunks=c.chunks, site=SITE,
-    )  # fmt: skip
+    return collectives.ppermute(x_BLD, AXIS, perm, compression=par.compression(SITE), scales=scales, site=SITE)
 
 
 def masked(scales: SiteScales | None, live) -> SiteScales | None:

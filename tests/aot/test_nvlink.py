@@ -9,12 +9,14 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+import spelled_out
 from aot.instructions import collectives, copies, kernels, slices_of_kernels
 from aot.topology import FITTED, compile_on_mesh, spills
 from covers import cover
 from jax import lax
 from mosaic_programs import DTYPES, PRESETS
 from rank_programs import gradient_of_sum
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Geometry, compat, nvlink
@@ -161,14 +163,14 @@ def test_a_tail_is_a_small_sum_beside_the_kernel(size):
 
 
 def library_psum(x, codec="taco", **options):
-    return to_varying(taco_jax.psum(x, "tp", codec=codec, link="nvlink", **options), "tp")
+    return to_varying(spelled_out.psum(x, "tp", codec=codec, link="nvlink", **options), "tp")
 
 
 def test_the_library_adds_nothing():
     for f in (
         library_psum,
-        lambda x: taco_jax.psum_scatter(x.reshape(4, -1), "tp", codec="taco", link="nvlink"),
-        lambda x: taco_jax.all_gather(x, "tp", codec="taco", link="nvlink"),
+        lambda x: taco_jax.psum_scatter(x.reshape(4, -1), "tp", compression=every_size("taco", link="nvlink")),
+        lambda x: taco_jax.all_gather(x, "tp", compression=every_size("taco", link="nvlink")),
     ):
         compiled = compile_on_mesh(f, shape(4 * N))
         assert one_kernel(compiled) and copies(compiled, LARGE) == []
@@ -183,7 +185,7 @@ def test_in_a_scan():
 
 def test_layers_in_a_scan_with_remat():
     # As in `test_programs.py`, with a kernel for each sum.
-    compression = taco_jax.Compression("int6h", "int6h", min_bytes=0, link="nvlink")
+    compression = taco_jax.Compression("int6h", min_bytes=0, link="nvlink")
     gradient = functools.partial(gradient_of_sum, compression)
     compiled = compile_on_mesh(gradient, shape(), shape(3, 1024, 256), shape(3, 256, 1024))
     # Forward, and backward, where the forward's is run again or not.

@@ -54,7 +54,7 @@ def test_every_preset(name, capfd):
 
 def test_gradient_of_layers():
     """One kernel for the sum of the forward pass, one for that of the backward pass; recomputing repeats neither."""
-    compression = Compression("taco", "int8h", link="nvlink", min_bytes=0, with_product=True)
+    compression = Compression("taco", backward="int8h", link="nvlink", min_bytes=0, with_product=True)
 
     def layers(x, ws):
         @jax.checkpoint

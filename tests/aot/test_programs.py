@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+import spelled_out
 from aot.instructions import collectives, copies, counters, kernels, slices_of_kernels
 from aot.topology import compile_on_four, compile_on_one
 from jax import lax
 from mosaic_programs import PRESETS
 from rank_programs import gradient_of_sum
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import compat, mosaic
@@ -25,7 +27,7 @@ LARGE = S // 16
 
 
 def psum(x, codec="taco", **options):
-    return lax.pcast(taco_jax.psum(x, "tp", codec=codec, link="nccl", **options), "tp", to="varying")
+    return lax.pcast(spelled_out.psum(x, "tp", codec=codec, link="nccl", **options), "tp", to="varying")
 
 
 def shape(*dims, dtype=jnp.bfloat16):
@@ -64,7 +66,7 @@ def test_error_feedback_is_three_kernels_more_and_one_pass():
     is left of the term, with the share's part in its place, is one fusion."""
 
     def f(h, w, error):
-        y, error = taco_jax.psum_with_feedback(h @ w, "tp", error, codec="int4h")
+        y, error = taco_jax.psum_with_feedback(h @ w, "tp", error, compression=every_size("int4h"))
         return error + lax.pcast(y, "tp", to="varying")
 
     m = S // 1024
@@ -83,10 +85,10 @@ def rows(x):
 @pytest.mark.parametrize(
     "f,passes",
     [
-        (lambda x: taco_jax.psum_scatter(rows(x), "tp", codec="int6h", link="nccl"), 0),
-        (lambda x: taco_jax.all_gather(x, "tp", codec="int6h", link="nccl"), 0),
+        (lambda x: taco_jax.psum_scatter(rows(x), "tp", compression=every_size("int6h", link="nccl")), 0),
+        (lambda x: taco_jax.all_gather(x, "tp", compression=every_size("int6h", link="nccl")), 0),
         # The own row is not quantised: it is put in its place afterwards.
-        (lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, codec="int6h", tiled=True), 1),
+        (lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, compression=every_size("int6h"), tiled=True), 1),
         (lambda x: psum(x, "int6h", algorithm="one_shot"), 0),
     ],
     ids=["psum_scatter", "all_gather", "all_to_all", "one_shot"],
@@ -99,7 +101,7 @@ def test_other_collectives_are_two_kernels(f, passes):
 
 
 def test_layers_in_a_scan_with_remat():
-    compression = taco_jax.Compression("int6h", "int6h", min_bytes=0, link="nccl")
+    compression = taco_jax.Compression("int6h", min_bytes=0, link="nccl")
     gradient = functools.partial(gradient_of_sum, compression)
     compiled = compile_on_four(gradient, shape(), shape(3, 1024, 256), shape(3, 256, 1024))
     # Forward, and backward, where the forward's is run again or not; each body of a loop counts once.
@@ -144,11 +146,11 @@ def update_in_a_loop(x):
 
 
 def scattered_slice(x):
-    return taco_jax.psum_scatter(x[5 : 5 + S].reshape(4, -1), "tp", codec="taco", link="nccl")
+    return taco_jax.psum_scatter(x[5 : 5 + S].reshape(4, -1), "tp", compression=every_size("taco", link="nccl"))
 
 
 def gathered_slice(x):
-    return taco_jax.all_gather(x[5 : 5 + S], "tp", codec="int4h", link="nccl")
+    return taco_jax.all_gather(x[5 : 5 + S], "tp", compression=every_size("int4h", link="nccl"))
 
 
 @pytest.mark.parametrize("decode", ["decode", "sum_decode"])

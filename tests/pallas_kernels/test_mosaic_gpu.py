@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from covers import cover
 from jax import lax
 from mosaic_checks import (
@@ -31,6 +32,7 @@ from mosaic_checks import (
 )
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle
 from rank_programs import check_gradients, on_every_rank
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Geometry, mosaic
@@ -299,7 +301,7 @@ def varying(y):
 def test_psum_is_the_same_on_every_rank(name, size, mesh):
     ranks = mesh.size
     x = np.asarray(jax.random.normal(jax.random.key(1), (ranks, size)).astype(jnp.bfloat16))
-    psum = lambda x, **options: varying(taco_jax.psum(x, "tp", codec=name, link="nccl", **options))
+    psum = lambda x, **options: varying(spelled_out.psum(x, "tp", codec=name, link="nccl", **options))
     y = np.asarray(on_every_rank(functools.partial(psum, backend="mosaic"), mesh)(x), np.float32)
     np.testing.assert_array_equal(y, np.broadcast_to(y[0], y.shape))
     theirs = np.asarray(on_every_rank(functools.partial(psum, backend="jnp"), mesh)(x)[0], np.float32)
@@ -316,7 +318,7 @@ def test_psum_is_the_same_on_every_rank(name, size, mesh):
 def test_every_rank_sees_what_is_not_finite(dtype, mesh):
     x = np.ones((mesh.size, 1024), dtype)
     x[0, 130], x[1, 700] = np.inf, np.nan
-    psum = lambda x: varying(taco_jax.psum(x, "tp", codec="taco", link="nccl", backend="mosaic"))
+    psum = lambda x: varying(taco_jax.psum(x, "tp", compression=every_size("taco", link="nccl", backend="mosaic")))
     y = np.asarray(on_every_rank(psum, mesh)(x))
     blocks = y.reshape(mesh.size, 8, 128)
     assert np.isnan(blocks[:, [1, 5]]).all() and np.isfinite(np.delete(blocks, [1, 5], axis=1)).all()
@@ -325,5 +327,5 @@ def test_every_rank_sees_what_is_not_finite(dtype, mesh):
 def test_layers_train_in_a_scan_with_remat(mesh):
     """Values and gradients of a small stack, with kernels and with jnp: both are one code away at most."""
     options = {"min_bytes": 0, "link": "nccl"}
-    backends = (taco_jax.Compression("int8h", "int8h", backend=name, **options) for name in ("mosaic", "jnp"))
+    backends = (taco_jax.Compression("int8h", backend=name, **options) for name in ("mosaic", "jnp"))
     check_gradients(backends, mesh, 2e-2)

@@ -15,6 +15,7 @@ from covers import cover, cover_groups
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, ROTATED, WIDE, obstacle, operation_program, with_signs
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Format
@@ -178,7 +179,7 @@ OFTEN = ("taco", "mxfp4")
     "name", [*OFTEN, *(pytest.param(n, marks=pytest.mark.slow) for n in PRESETS if n not in OFTEN)]
 )
 def test_psum_is_three_kernels(name):
-    text = lower_on_mesh(lambda x: varying(taco_jax.psum(x, "tp", codec=name)), shape(4, 8192))
+    text = lower_on_mesh(lambda x: varying(taco_jax.psum(x, "tp", compression=every_size(name))), shape(4, 8192))
     assert kernels(text) == 3
     assert text.count("stablehlo.all_to_all") == text.count("stablehlo.all_gather") == 1
 
@@ -187,19 +188,19 @@ def test_other_collectives():
     x = shape(4 * 8192)
     rows = lambda x: x.reshape(4, -1)
     programs = {
-        1: lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, codec="taco", tiled=True),
-        2: lambda x: taco_jax.psum_scatter(rows(x), "tp", codec="taco"),
+        1: lambda x: taco_jax.all_to_all(rows(x), "tp", 0, 0, compression=every_size("taco"), tiled=True),
+        2: lambda x: taco_jax.psum_scatter(rows(x), "tp", compression=every_size("taco")),
     }
     assert kernels(lower_on_mesh(programs[2], x)) == 2  # encode, reduce
     assert kernels(lower_on_mesh(programs[1], x)) == 2  # encode, decode
-    gather = lambda x: taco_jax.all_gather(x, "tp", codec="taco")
+    gather = lambda x: taco_jax.all_gather(x, "tp", compression=every_size("taco"))
     assert kernels(lower_on_mesh(gather, x)) == 2
-    one_shot = lambda x: varying(taco_jax.psum(x, "tp", codec="taco", algorithm="one_shot"))
+    one_shot = lambda x: varying(taco_jax.psum(x, "tp", compression=every_size("taco", algorithm="one_shot")))
     assert kernels(lower_on_mesh(one_shot, x)) == 2  # encode, sum
 
 
 def loss(x, w):
-    y = taco_jax.psum(x @ w, "tp", codec="taco")
+    y = taco_jax.psum(x @ w, "tp", compression=every_size("taco"))
     return jnp.sum(varying(y).astype(jnp.float32) ** 2)
 
 
@@ -214,7 +215,7 @@ def test_gradients(remat):
 def test_scan():
     def layers(x, ws):
         def layer(x, w):
-            return varying(taco_jax.psum(jax.nn.relu(x) @ w, "tp", codec="int6h")), None
+            return varying(taco_jax.psum(jax.nn.relu(x) @ w, "tp", compression=every_size("int6h"))), None
 
         return jax.lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32).sum()
 

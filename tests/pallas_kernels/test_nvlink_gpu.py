@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import spelled_out
 from covers import cover
 from jax import lax
 from mosaic_checks import skip_without_mosaic, values
 from rank_programs import check_gradients, on_every_rank
+from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
@@ -52,10 +54,10 @@ def bits(y):
 def operation(kind, codec, link, **options):
     options |= {"codec": codec, "link": link, "backend": "mosaic"}
     if kind in ("two_shot", "one_shot"):
-        return lambda x: taco_jax.psum(x, "tp", algorithm=kind, **options)
+        return lambda x: spelled_out.psum(x, "tp", algorithm=kind, **options)
     if kind == "psum_scatter":
-        return lambda x: taco_jax.psum_scatter(x.reshape(lax.axis_size("tp"), -1), "tp", **options)
-    return lambda x: taco_jax.all_gather(x, "tp", **options)
+        return lambda x: spelled_out.psum_scatter(x.reshape(lax.axis_size("tp"), -1), "tp", **options)
+    return lambda x: spelled_out.all_gather(x, "tp", **options)
 
 
 CASES = dict(
@@ -109,7 +111,7 @@ def test_site_exponents_and_the_largest_scale(kind, exponent, mesh):
 @pytest.mark.parametrize("size", [1, 129, 8193, 2**18 + 8, 2**20 + 1023])
 def test_any_size(name, size, mesh):
     x = gaussian(mesh, size)
-    psum = lambda link: on_every_rank(lambda x: taco_jax.psum(x, "tp", codec=name, link=link), mesh)
+    psum = lambda link: on_every_rank(lambda x: taco_jax.psum(x, "tp", compression=every_size(name, link=link)), mesh)
     y = np.asarray(psum("auto")(x), np.float64)
     assert (y == y[0]).all()
     exact = x.astype(np.float64).sum(0)
@@ -131,7 +133,7 @@ def test_a_thousand_calls_with_a_busy_rank(mesh):
     x = gaussian(mesh, mesh.size * TILE * 7)
 
     def repeat(x):
-        psum = lambda x: taco_jax.psum(x, "tp", codec="taco", link="nvlink")
+        psum = lambda x: taco_jax.psum(x, "tp", compression=every_size("taco", link="nvlink"))
         first = psum(x)
 
         def step(i, state):
@@ -166,11 +168,11 @@ def test_beside_other_collectives_in_one_program(mesh):
     x = gaussian(mesh, mesh.size * SIZES[1])
 
     def several(link, x):
-        a = taco_jax.psum(x, "tp", codec="taco", link=link)
+        a = taco_jax.psum(x, "tp", compression=every_size("taco", link=link))
         b = lax.psum(x.astype(jnp.float32) * 3, "tp")
-        c = taco_jax.psum(x * 2, "tp", codec="int4h", link=link, algorithm="one_shot")
+        c = taco_jax.psum(x * 2, "tp", compression=every_size("int4h", link=link, algorithm="one_shot"))
         d = lax.all_gather(x[:1000], "tp")
-        e = taco_jax.psum_scatter(x.reshape(lax.axis_size("tp"), -1), "tp", codec="mxfp8", link=link)
+        e = taco_jax.psum_scatter(x.reshape(lax.axis_size("tp"), -1), "tp", compression=every_size("mxfp8", link=link))
         return a, b, c, d, e
 
     ours, theirs = (on_every_rank(functools.partial(several, link), mesh)(x) for link in ("nvlink", "nccl"))
@@ -179,14 +181,16 @@ def test_beside_other_collectives_in_one_program(mesh):
 
 
 def test_layers_in_a_scan_with_remat(mesh):
-    links = (taco_jax.Compression("int8h", "int8h", min_bytes=0, link=link) for link in ("nvlink", "nccl"))
+    links = (taco_jax.Compression("int8h", min_bytes=0, link=link) for link in ("nvlink", "nccl"))
     check_gradients(links, mesh, 1e-2)
 
 
 def test_a_mesh_in_another_order(mesh):
     backwards = jax.sharding.Mesh(mesh.devices[::-1], ("tp",), axis_types=mesh.axis_types)
     x = gaussian(mesh, mesh.size * SIZES[0])
-    psum = lambda link, mesh: on_every_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", link=link), mesh)
+    psum = lambda link, mesh: on_every_rank(
+        lambda x: taco_jax.psum(x, "tp", compression=every_size("taco", link=link)), mesh
+    )
     np.testing.assert_array_equal(bits(psum("auto", backwards)(x)), bits(psum("nccl", backwards)(x)))
     with pytest.raises(ValueError, match="link='nvlink': the mesh has devices"):
         psum("nvlink", backwards)(x)
@@ -196,7 +200,9 @@ def test_the_environment_asks_for_another_link(mesh, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     x = jax.ShapeDtypeStruct((mesh.size, mesh.size * SIZES[0]), jnp.bfloat16)
     text = lambda link: (
-        on_every_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", link=link), mesh).lower(x).as_text()
+        on_every_rank(lambda x: taco_jax.psum(x, "tp", compression=every_size("taco", link=link)), mesh)
+        .lower(x)
+        .as_text()
     )
     assert "all_to_all" in text("auto") or "all_gather" in text("auto")
     assert "all_to_all" not in text("nvlink") and "all_gather" not in text("nvlink")
@@ -205,7 +211,7 @@ def test_the_environment_asks_for_another_link(mesh, monkeypatch):
 def test_what_has_no_kernel_raises(mesh):
     x = gaussian(mesh, 1024)
     with pytest.raises(KernelUnavailableError, match="link 'nvlink' cannot all_reduce codec 'taco': a message of"):
-        on_every_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", link="nvlink"), mesh)(x)
+        on_every_rank(lambda x: taco_jax.psum(x, "tp", compression=every_size("taco", link="nvlink")), mesh)(x)
 
 
 def test_more_than_two_gigaelements(mesh):
@@ -214,13 +220,17 @@ def test_more_than_two_gigaelements(mesh):
     tile = gaussian(mesh, TILE)
 
     def run(x):
-        y = taco_jax.psum(jnp.tile(x, repeats), "tp", codec="taco", link="nvlink", algorithm="one_shot")
+        y = taco_jax.psum(
+            jnp.tile(x, repeats), "tp", compression=every_size("taco", link="nvlink", algorithm="one_shot")
+        )
         rows = y.reshape(repeats, TILE)
         return rows[-1], (rows != rows[:1]).sum(dtype=jnp.int32)
 
     if jax.devices()[0].memory_stats()["bytes_limit"] < 40e9:
         pytest.skip("needs 40 GB a GPU")
     last, different = on_every_rank(run, mesh)(tile)
-    one = on_every_rank(lambda x: taco_jax.psum(x, "tp", codec="taco", link="nccl", algorithm="one_shot"), mesh)(tile)
+    one = on_every_rank(
+        lambda x: taco_jax.psum(x, "tp", compression=every_size("taco", link="nccl", algorithm="one_shot")), mesh
+    )(tile)
     assert (np.asarray(different) == 0).all()
     np.testing.assert_array_equal(bits(last), bits(one))

@@ -1,8 +1,9 @@
-"""The arguments that all collectives share: checked, and what they leave open decided for each direction's message."""
+"""A collective's call: its arguments checked, and what they leave open decided for each direction's message."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,35 +15,33 @@ from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives import hosts
 from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.region import AxisName, check_axis, check_region
-from taco_jax.plan import check_levels, check_transport
+from taco_jax.plan import EXACT, Compression, as_compression
 from taco_jax.scales import STATS_WIDTH, SiteScales
+
+DIRECTIONS = ("forward", "backward")
+# What collectives once took beside `compression`; all but the first two are fields of it.
+OLD_SPELLINGS = ("codec", "backward_codec", "algorithm", "ranks_per_host", "between_hosts", "link", "min_bytes",
+                 "backend", "chunks", "exchange")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The checked arguments that all collectives share; `codecs` are those of both directions."""
+class Call:
+    """The checked arguments of a collective. local: ranks of a host where messages may go in levels, else 0."""
 
     axis: AxisName
-    codecs: tuple[Codec, Codec]
+    compression: Compression
     scales: SiteScales
-    algorithm: str
-    min_bytes: int | None
-    backend: str
-    chunks: int | None
-    exchange: str
-    link: str
     key: jax.Array | None
-    # Ranks of a host where messages may go in levels, else 0; the codec between hosts.
     local: int = 0
-    between: Codec | None = None
 
-    def message(self, codec: Codec, shape: tuple[int, ...], nbytes: int, label: Label, *, sums: bool = True) -> Message:
-        """The message of one direction of an x of this shape, with what is left to the tuned values decided for its
+    def message(self, label: Label, shape: tuple[int, ...], nbytes: int, *, sums: bool = True) -> Message:
+        """The message of an x of this shape in label's direction, with what is left to the tuned values decided for its
         size. sums: it is an all-reduce."""
-        ranks, codec = lax.axis_size(self.axis), codec.of(shape)
-        least, chunks, exchange = self.min_bytes, self.chunks, self.exchange
+        c, ranks = self.compression, lax.axis_size(self.axis)
+        codec = c.codecs[DIRECTIONS.index(label.direction)].of(shape)
+        least, chunks, exchange = c.min_bytes, c.chunks, c.exchange
         if least is None and not codec.exact:
-            least = tuned.default_min_bytes(codec.name, ranks, link=self.link)
+            least = tuned.default_min_bytes(codec.name, ranks, link=c.link)
         if nbytes == 0 or (least is not None and nbytes < least):
             # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
             codec = as_codec("none")
@@ -51,18 +50,19 @@ class Options:
             measured = tuned.transport(codec.name, ranks, nbytes)
             chunks = (fastest or measured)[0] if chunks is None else chunks
             exchange = measured[1] if exchange == "auto" else exchange
-        slot = self.scales.slot
-        with_stats = slot is not None and slot.shape[-1] == STATS_WIDTH
-        if self.local == 1 < ranks and self.between is not None and not codec.exact:
-            codec = self.between
+        if self.local == 1 < ranks and c.between is not None and not codec.exact:
+            codec = c.between
         algorithm, local, between = self._levels(codec, ranks, nbytes)
         algorithm, why = (algorithm, "") if fastest is None else fastest[1:]
-        return Message(self.axis, codec, algorithm, with_stats, label, self.backend, chunks or 1, exchange, self.link,
-                       local, between, why=why)  # fmt: skip
+        slot = self.scales.slot
+        return Message(
+            self.axis, c, codec, label, algorithm=algorithm, why=why, chunks=chunks or 1, exchange=exchange,
+            local=local, between=between, with_stats=slot is not None and slot.shape[-1] == STATS_WIDTH,
+        )  # fmt: skip
 
     def _fastest(self, codec: Codec, ranks: int, nbytes: int) -> tuple[int, str, str] | None:
         """(chunks, algorithm, why) of a sum on one host that leaves its algorithm open, None where nothing says."""
-        if codec.exact or self.local != ranks or self.algorithm not in ("auto", "hierarchical"):
+        if codec.exact or self.local != ranks or self.compression.algorithm not in ("auto", "hierarchical"):
             return None
         if (found := tuned.winner(codec.name, ranks, nbytes)) is None:
             return None
@@ -71,36 +71,55 @@ class Options:
 
     def _levels(self, codec: Codec, ranks: int, nbytes: int) -> tuple[str, int, Codec | None]:
         """(algorithm, ranks of a host or 0, codec between hosts) of one direction's message."""
-        small = self.algorithm == "auto" and nbytes < tuned.hierarchical_min_bytes()
+        algorithm = self.compression.algorithm
+        small = algorithm == "auto" and nbytes < tuned.hierarchical_min_bytes()
         if codec.exact or small or self.local in (0, 1, ranks):
-            return "auto" if self.algorithm == "hierarchical" else self.algorithm, 0, None
-        return "hierarchical", self.local, self.between or codec
+            return "auto" if algorithm == "hierarchical" else algorithm, 0, None
+        return "hierarchical", self.local, self.compression.between or codec
 
 
-def check_options(entry, axis, codec, backward_codec, scales, key, groups, link, min_bytes, backend, chunks, exchange,
-                  algorithm=None, ranks_per_host=None, between_hosts=None) -> Options:  # fmt: skip
-    """The options of a call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value.
+def check_call(entry, axis, compression, *, scales=None, key=None, groups=None, levels=True) -> Call:
+    """The call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value.
 
-    algorithm: None for an operation that knows only one.
+    levels: whether its messages can go in levels, inside hosts and between.
     """
     if groups is not None:
         raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
     check_axis(axis, entry)
-    for name, c in (("codec", codec), ("backward_codec", backward_codec)):
-        if not isinstance(c, Codec | str | None):
-            raise TypeError(f"{entry}: {name}={c!r} must be a preset name or a Codec")
     try:
-        codecs = as_codec(codec), as_codec(codec if backward_codec is None else backward_codec, "backward_codec")
-        chunks, min_bytes = check_transport(algorithm or "auto", link, backend, exchange, chunks, min_bytes)
-        local, between = check_levels(algorithm, ranks_per_host, between_hosts)
+        compression = as_compression(compression) or EXACT
         key = _typed_key(key)
         _check_scales(scales)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{entry}: {error}") from None
     check_region(axis, entry)
-    local = _local(entry, axis, local) if algorithm in ("auto", "hierarchical") else 0
-    return Options(axis, codecs, scales or SiteScales(), algorithm or "auto", min_bytes, backend, chunks, exchange,
-                   link, key, local, between)  # fmt: skip
+    levels = levels and compression.algorithm in ("auto", "hierarchical")
+    local = _local(entry, axis, compression.ranks_per_host) if levels else 0
+    used = SiteScales() if scales is None or compression.is_exact else scales
+    return Call(axis, compression, used, key, local)
+
+
+def new_spelling(collective):
+    """The collective, which raises TypeError with the new spelling for the options that it took one by one before."""
+
+    @functools.wraps(collective)
+    def checked(*args, **kwargs):
+        old = {key: kwargs[key] for key in OLD_SPELLINGS if key in kwargs}
+        if old:
+            given = ", ".join(f"{key}={value!r}" for key, value in old.items())
+            raise TypeError(f"{collective.__name__}: {given}: options are one object now: {_as_compression(old)}")
+        return collective(*args, **kwargs)
+
+    return checked
+
+
+def _as_compression(old: dict) -> str:
+    """compression=... in the place of the old options."""
+    codec = repr(old.get("codec", "taco"))
+    if set(old) == {"codec"}:
+        return f"compression={codec}"
+    fields = {"backward" if key == "backward_codec" else key: value for key, value in old.items() if key != "codec"}
+    return f"compression=Compression({', '.join([codec, *(f'{key}={value!r}' for key, value in fields.items())])})"
 
 
 def _local(entry: str, axis: AxisName, ranks_per_host: int | None) -> int:
