@@ -105,7 +105,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a workdir or its metrics.jsonl")
     parser.add_argument("--out", default="runs.png", help="the picture to write (default: runs.png)")
     options = parser.parse_args(args)
-    print(draw(options.runs, options.out))
+    cli.say(str(draw(options.runs, options.out)))
     return 0
 
 

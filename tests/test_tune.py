@@ -1,6 +1,7 @@
 """`python -m taco_jax.tune`: what it measures, prints and writes, on emulated devices; and what it refuses."""
 
 import json
+import sys
 
 import pytest
 from helpers import make_mesh
@@ -68,6 +69,17 @@ def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, m
     assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "--smallest", "16384"]) == 1
     assert capsys.readouterr().err == f"error: {reason}; nothing is written\n"
     assert list(tuned.read(file).values()) == [found]
+
+
+def test_what_was_measured_is_written_though_nobody_reads_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "_best", lambda *args: [Point(4096, 1, "ring", 1.0, 2.0)])
+    file = tmp_path / "tuned.json"
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        arguments = ["--smallest", "4096", "--largest", "4096", "--codecs", "taco", "--output", str(file)]
+        assert cli.run(tune.main, arguments) == 0
+    assert capsys.readouterr().err == "standard output: No space left on device; it goes on without\n"
+    assert len(tuned.read(file)) == 1
 
 
 def test_the_ways_that_are_tried(monkeypatch):
