@@ -17,6 +17,7 @@ from taco_jax.config import (
     nearest,
     parse_devices,
     pipeline_schedule,
+    with_codecs,
 )
 from taco_jax.pipeline.schedule import SCHEDULES
 from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS, check_levels
@@ -29,11 +30,12 @@ REMAT = ("none", "full", "dots")
 
 
 def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainConfig:
-    """Returns `config` if its fields fit together, else raises ConfigError with one line.
+    """Returns `config`, with all codecs named, if its fields fit together, else raises ConfigError with one line.
 
     `codecs` are the known codec presets (default: those of `taco_jax.codec.CODECS`).
     """
     check_types(config)
+    config = with_codecs(config)
     for key in (
         "steps",
         "global_batch",

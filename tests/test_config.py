@@ -30,6 +30,7 @@ from taco_jax.config import (
     parse_devices,
     sequence_parallel,
     to_dict,
+    with_codecs,
     with_compression,
 )
 from taco_jax.config_check import REMAT, check
@@ -67,7 +68,7 @@ def test_file_then_flags(tmp_path):
     assert (config.steps, config.mesh, config.seed) == (7, MeshConfig(dp=2, tp=4), 5)
     assert config.compression == CompressionConfig(forward="int8h", plan={"layers/mlp/*": "int8h:int6h"})
     assert config.optimizer.clip_norm is None and config.deterministic and not config.checkpoint.enabled
-    assert check(config) is config
+    assert check(config) == with_codecs(config)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -101,6 +102,15 @@ def test_compression_none_means_every_axis(tmp_path):
     assert config.data_parallel == TrainConfig().data_parallel
     with pytest.raises(ConfigError, match="compression.forward='nonne': no such codec preset; did you mean 'none'"):
         check(cli.parse(["--compression", "nonne"]))
+
+
+def test_both_codecs_none_is_exact_but_for_what_has_its_own():
+    others = lambda config: (config.data_parallel.gradients, config.pipeline.forward, config.pipeline.backward)
+    both = ["--mesh.dp", "2", "--compression.forward", "none", "--compression.backward", "none"]
+    assert others(check(cli.parse(both))) == ("none",) * 3
+    assert others(check(cli.parse([]))) == others(check(cli.parse(both[:4]))) == ("int8h", "int8_token", "e4m3h")
+    own = cli.parse([*both, "--data-parallel.gradients", "sdp4", "--pipeline.backward", "int4h"])
+    assert others(check(own)) == ("sdp4", "none", "int4h")
 
 
 @pytest.mark.parametrize(
