@@ -383,6 +383,9 @@ def test_folders_that_are_no_workdir(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: corrupt"):
         open_workdir(TrainConfig(workdir=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="its config.json is not that of a run, but a model's perhaps; use an empty"):
+        open_workdir(TrainConfig(workdir=str(tmp_path)))
 
 
 def test_a_lock_ends_with_its_process(tmp_path):

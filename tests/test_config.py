@@ -205,6 +205,8 @@ def test_the_floor_of_the_learning_rate_follows_it():
     flags = ["--optimizer.learning-rate", "1e-6", "--optimizer.min-learning-rate-ratio", "0.5"]
     assert check(cli.parse(flags)).optimizer.floor == pytest.approx(5e-7)
     assert check(cli.parse([*flags, "--optimizer.min-learning-rate", "1e-8"])).optimizer.floor == 1e-8
+    quickstart = ["--config", str(REPOSITORY / "experiments/quickstart.py"), "--optimizer.learning-rate", "1e-6"]
+    assert check(cli.parse(quickstart)).optimizer.floor == pytest.approx(1e-7)
     assert np.float32(TrainConfig().optimizer.floor) == np.float32(3e-5)  # as it was when it was a number
 
 
