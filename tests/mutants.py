@@ -6,9 +6,10 @@
     python tests/mutants.py --readme              writes the table of tests/README.md anew
 
 Every fault is applied to a copy of the repository's files of its own, as they were at the start, in a temporary folder.
-It is killed where pytest ends with a failed test. A copy whose tests cannot be collected, crash, reach a limit of time
-or end with a misspelt name proves nothing and is reported as broken. First of all the same tests must pass without a
-fault. Ctrl-C, SIGTERM and SIGHUP end all that was started and remove what is temporary; `--out` keeps what is known.
+It is killed where pytest ends with a failed test; if that waited in vain, its line names the limit. A copy whose tests
+cannot be collected, crash, reach pytest's limit or `--timeout`, or end with a misspelt name proves nothing and is
+reported as broken. First of all the same tests must pass without a fault. Ctrl-C, SIGTERM and SIGHUP end all that was
+started and remove what is temporary; `--out` keeps what is known.
 
 Exit code: 0 if all that ran were killed, 1 if one lived or is broken, 2 for a fault whose place in the code is not
 found once, and for bad arguments; 128 and the signal's number for a run that was stopped.
@@ -44,7 +45,7 @@ KILLED, LIVED, BROKEN, LEFT_OUT = "killed", "LIVED", "BROKEN", "left out"
 README, BEGIN, END = "tests/README.md", "<!-- faults: made by tests/mutants.py --readme -->", "<!-- end of faults -->"
 # A failure of this kind says that the fault is no Python, not that a test noticed it.
 MISSPELT = re.compile(r"\b(NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError|AttributeError)\b")
-# A failure of this kind says that the machine was slow, or that the fault hangs (helpers.py, served.py).
+# A failure of this kind is a wait that did not end (helpers.py, served.py): what some faults do, and a stalled machine.
 LIMIT = re.compile(r"\blimit of [\d.e+]+ s\b|\bTimeoutExpired\b")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUITE = "tests"
@@ -210,7 +211,7 @@ def judge(code: int, output: str) -> Verdict:
     last = next((line for line in reversed(lines) if line.strip()), "no output")
     if code == 1 and failed is not None:
         by, _, reason = failed.partition(" - ")
-        if MISSPELT.search(reason) or LIMIT.search(reason):
+        if MISSPELT.search(reason):
             return Verdict("", BROKEN, by, detail=reason)
         return Verdict("", KILLED, by, detail=reason)
     if code == 0 and re.search(r"\b[1-9]\d* passed", last):
@@ -376,7 +377,8 @@ def _run(mutants: list[Mutant], options: argparse.Namespace) -> int:
 
 def _say(verdict: Verdict) -> None:
     kind = next(kind for kind, of_kind in KINDS.items() if verdict.name in {mutant.name for mutant in of_kind})
-    words = verdict.by if verdict.outcome == KILLED else f"{verdict.by} {verdict.detail}".strip()
+    brief = verdict.outcome == KILLED and not LIMIT.search(verdict.detail)
+    words = verdict.by if brief else f"{verdict.by} {verdict.detail}".strip()
     print(f"{verdict.outcome:8}  {verdict.name:22}  {kind:11}  {verdict.seconds:5.0f} s  {words[:200]}", flush=True)
 
 

@@ -88,7 +88,6 @@ def test_names_are_unique(tree):
             "tests/test_a.py",
         ),
         (1, "FAILED tests/test_a.py::test_b - NameError: name 'q' is not defined\n1 failed", mutants.BROKEN, "tests"),
-        (1, "FAILED tests/test_a.py::test_b - AssertionError: limit of 540 s: python x", mutants.BROKEN, "tests"),
         (1, "ERROR tests/test_a.py::test_b - a fixture\n1 error in 1s", mutants.BROKEN, ""),
         (1, "+++ Timeout +++", mutants.BROKEN, ""),
         (0, "..\n2 passed, 3 skipped in 1s", mutants.LIVED, ""),
@@ -103,6 +102,16 @@ def test_only_a_failed_test_is_a_kill(code, output, outcome, by):
     verdict = mutants.judge(code, output)
     assert verdict.outcome == outcome
     assert verdict.by.startswith(by) and (verdict.detail or outcome == mutants.LIVED)
+
+
+def test_a_kill_by_a_limit_says_so(capsys):
+    test, reason = "tests/test_a.py::test_b", "AssertionError: limit of 120 s: waited for process 0"
+    for detail in (reason, "assert 1 == 2"):
+        verdict = mutants.judge(1, f"FAILED {test} - {detail}\n1 failed in 1s")
+        mutants._say(dataclasses.replace(verdict, name=MUTANTS[0].name))
+    late, other = capsys.readouterr().out.splitlines()
+    assert late.startswith("killed") and late.endswith(f"{test} {reason}")
+    assert other.startswith("killed") and other.endswith(test)
 
 
 def test_files_run_together_and_selections_by_themselves():
