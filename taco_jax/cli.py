@@ -356,6 +356,18 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))
 
 
+LONGEST_ERROR = 2000  # characters: files and arguments may hold values of any length
+
+
+def error_line(error: Exception) -> str:
+    """One line, whatever an error quotes: control characters as escapes, the middle of a very long text left out."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(error))
+    if (more := len(text) - LONGEST_ERROR) > 0:
+        half = LONGEST_ERROR // 2
+        text = f"{text[:half]} [{more} characters] {text[-half:]}"
+    return f"error: {text}"
+
+
 def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:
     """Runs a program's main function: a ConfigError becomes one line on stderr and exit code 2.
 
@@ -369,7 +381,7 @@ def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None 
         try:
             code = main(sys.argv[1:] if args is None else args) or 0
         except ConfigError as error:
-            say(f"error: {error}", sys.stderr)
+            say(error_line(error), sys.stderr)
             code = 2
         except KeyboardInterrupt:
             say("interrupted", sys.stderr)

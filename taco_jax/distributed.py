@@ -41,7 +41,7 @@ def run(config: TrainConfig, work: Callable[[TrainConfig], int]) -> int:
         start(launch, config, reporter)
         code = work(config)
     except ConfigError as error:
-        cli.say(f"error: {error}", sys.stderr)
+        cli.say(cli.error_line(error), sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130

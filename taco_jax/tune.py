@@ -165,6 +165,11 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     ranks = len(devices) if config.ranks is None else config.ranks
     if jax.process_count() > 1:
         raise ConfigError("tune runs in one process that drives all devices, this run has several")
+    if len(devices) < 2:
+        raise ConfigError(
+            f"tune needs at least 2 devices, there are {len(devices)} ({devices[0].platform}); "
+            "to try it without GPUs, emulate with --devices cpu:4"
+        )
     if not 2 <= ranks <= len(devices):
         raise ConfigError(f"ranks={ranks}: must be at least 2 and at most the {len(devices)} devices there are")
     for codec in config.codecs:

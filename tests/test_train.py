@@ -324,6 +324,14 @@ def test_exit_codes(tmp_path, monkeypatch, capsys):
     assert cli.run(main, []) == 0
     assert cli.run(main, ["--steps", "0"]) == 2 and "steps=0" in capsys.readouterr().err
 
+    def quoting(args):
+        raise ConfigError(f"key={'a' * 10_000}\n\x1b[2J\r\u2028é: must be b")
+
+    assert cli.run(quoting, []) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: key=aaa") and line.endswith(r"aaa\n\x1b[2J\r\u2028é: must be b" + "\n")
+    assert line.count("\n") == 1 and len(line) < 2100 and "a [80" in line  # whose middle is left out
+
 
 @pytest.mark.parametrize(
     "changes, message",

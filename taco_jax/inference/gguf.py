@@ -8,6 +8,7 @@ pairs (x[2i], x[2i + 1]); they are put back into halves (x[i], x[i + H/2]) here.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def _config(fields: _Fields, kind: str, tensors: GGUFTensors) -> ModelConfig:
     if "embed_tokens.weight" not in names:
         raise ConfigError(f"{fields.path}: has no tensor token_embd.weight")
     head_dim = of("attention.key_length", width // max(heads, 1))
-    vocabulary = tensors.shape("embed_tokens.weight")[0]
+    if len(table := tensors.shape("embed_tokens.weight")) != 2:
+        raise ConfigError(f"{fields.path}: the tensor token_embd.weight has shape {list(table)}: must have two dims")
+    vocabulary = table[0]
     _refuse_unknown(fields, kind, head_dim, vocabulary)
     if tensors.factors:
         raise ConfigError(f"{fields.path}: has {tensors.factors[0]}: this decoder has only plain rotary positions")
@@ -157,7 +160,7 @@ def _refuse_unknown(fields: _Fields, kind: str, head_dim: int, vocabulary: int) 
         key = f"{kind}.{name}"
         if name == "attention.scale":  # 0 is the usual one, 1 / sqrt(head_dim)
             value = fields.get(key, of=float)
-            if value and abs(value * head_dim**0.5 - 1) > 1e-3:
+            if value and not abs(value * head_dim**0.5 - 1) < 1e-3:  # nor is NaN
                 raise ConfigError(f"{fields.path}: {key}={value}: this decoder has only {head_dim**-0.5:.6g}")
         elif name in allowed:
             value = fields.get(key)
@@ -178,6 +181,10 @@ class GGUFTensors:
         self._path, self._dequantize = path, dequantize
         self.factors = [tensor.name for tensor in reader.tensors if tensor.name in FACTORS]
         self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors if tensor.name not in FACTORS}
+        if len(self._tensors) + len(self.factors) < len(reader.tensors):
+            names = sorted(_name(tensor.name) for tensor in reader.tensors)
+            twice = next(a for a, b in itertools.pairwise(names) if a == b)
+            raise ConfigError(f"{path}: has the tensor {twice} under two names")
         self.interleaved: dict[str, int] = {}
         self._whole = functools.lru_cache(maxsize=1)(self._read)
 
@@ -256,4 +263,4 @@ def _template(fields: _Fields) -> Template | None:
         return None
     words = fields.get("tokenizer.ggml.tokens", [], of=list)
     ids = {name: fields.get(f"tokenizer.ggml.{name}_id", None, of=int) for name in ("bos_token", "eos_token")}
-    return Template(source, {name: words[i] for name, i in ids.items() if i is not None and i < len(words)})
+    return Template(source, {name: words[i] for name, i in ids.items() if i is not None and 0 <= i < len(words)})

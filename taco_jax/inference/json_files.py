@@ -21,7 +21,10 @@ def read_object(path: Path, *, needed: bool = True) -> dict[str, Any]:
     try:
         if (size := path.stat().st_size) > LARGEST:
             raise ConfigError(f"{path}: has {size} bytes; at most {LARGEST} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:  # a lone half of a surrogate pair is no text
+            json.dumps(content, ensure_ascii=False).encode()
     except FileNotFoundError as error:
         if not needed:
             return {}

@@ -23,7 +23,7 @@ from taco_jax.config import ConfigError
 from taco_jax.inference.finite import finite, not_finite
 from taco_jax.inference.in_memory import InMemory
 from taco_jax.inference.json_files import read_object
-from taco_jax.inference.templates import Template, read_template, special_tokens
+from taco_jax.inference.templates import Template, called_special, read_template, special_tokens
 from taco_jax.inference.tensors import SafetensorsFolder, Tensors, check_sizes
 from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
 from taco_jax.inference.wrong_paths import is_run, no_model
@@ -51,7 +51,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
       ConfigError: no such model, a config that the decoder has not, files that are missing or cut off.
     """
-    path = Path(path).expanduser()
+    try:
+        path = Path(path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; a home that nobody has
+        raise ConfigError(f"--model {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if path.is_file() and path.suffix == ".gguf":
         from taco_jax.inference import gguf
 
@@ -67,9 +71,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     tensors = SafetensorsFolder(path)
     check_sizes(config, tensors, path / "config.json")
-    if config.tied_head and _two_tables(tensors):
+    if config.tied_head and _two_tables(tensors, path):
         config = dataclasses.replace(config, tied_head=False)
-    tokenizer = read_tokenizer(path / "tokenizer.json")
+    tokenizer = read_tokenizer(path / "tokenizer.json", called_special(path))
     return Checkpoint(path, config, tensors, tokenizer, _eos(path, described, tokenizer), read_template(path))
 
 
@@ -184,15 +188,24 @@ def _real_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
     return tuple(config.vocab_size if d == dim else size for d, size in enumerate(shape))
 
 
-def _two_tables(tensors: Tensors) -> bool:
+def _two_tables(tensors: Tensors, path: Path) -> bool:
     """Whether a checkpoint whose head is tied holds two tables that differ: then, as in transformers, it is not tied.
 
     Some rows are compared: tables that training let drift apart differ in all of them.
+
+    Raises:
+      ConfigError: the two have different shapes.
     """
     names = list(tensors.names())
     embed = next((name for name in names if name.endswith(("embed_tokens.weight", "wte.weight"))), None)
-    if embed is None or "lm_head.weight" not in names or tensors.shape(embed) != tensors.shape("lm_head.weight"):
+    if embed is None or "lm_head.weight" not in names:
         return False
+    shape, of_head = list(tensors.shape(embed)), list(tensors.shape("lm_head.weight"))
+    if shape != of_head or len(shape) != 2:
+        raise ConfigError(
+            f"{path / 'config.json'}: ties the head to the table, but {embed!r} has shape {shape} and 'lm_head.weight' "
+            f"{of_head}; both must be [vocabulary, width]"
+        )
     rows = tensors.shape(embed)[0]
     some = [slice(row, row + 1) for row in sorted({rows * i // 64 for i in range(64)})]
     same = lambda row: np.array_equal(tensors.read(embed, (row,)), tensors.read("lm_head.weight", (row,)))

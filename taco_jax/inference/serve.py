@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def main(args: Sequence[str]) -> int:
     _check(config)
     cli.select_devices(config.devices)
     try:
-        from taco_jax.inference.serving import app, gate, process, service
+        from taco_jax.inference.serving import app, process, service
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] not in ("starlette", "uvicorn", "jinja2", "anyio"):
             raise
@@ -77,11 +78,10 @@ def main(args: Sequence[str]) -> int:
         cli.say(
             f"warning: {url} is open to whoever reaches it; there is no authentication (--api-key-file)", sys.stderr
         )
-    hosts = (*gate.LOOPBACK, config.host, bound.getsockname()[0], *config.allowed_host) if own else config.allowed_host
     engine.start()
     try:
         process.serve(
-            app.make_app(served, hosts=hosts or None, key=key), served, bound,
+            app.make_app(served, hosts=_hosts(config, bound), key=key), served, bound,
             lambda: cli.say(f"serving {served.name} at {url}/v1"), config.batch + config.queue,
         )  # fmt: skip
     finally:
@@ -110,6 +110,15 @@ def _check(config: ServeConfig) -> None:
             )
 
 
+def _hosts(config: ServeConfig, bound: socket.socket) -> tuple[str, ...] | None:
+    """Names that Host may have; None: any."""
+    from taco_jax.inference.serving import gate, process
+
+    if not config.allowed_host and not process.is_loopback(bound):
+        return None
+    return (*gate.LOOPBACK, config.host, bound.getsockname()[0], *config.allowed_host)
+
+
 def _key(config: ServeConfig) -> str | None:
     """The API key of the settings. Never shown: not in errors either."""
     if config.api_key is not None and config.api_key_file is not None:
@@ -119,7 +128,7 @@ def _key(config: ServeConfig) -> str | None:
         where = f"api_key_file={config.api_key_file!r}"
         try:
             key = Path(config.api_key_file).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # the last of a home that nobody has
             raise ConfigError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if key is not None and (not key or not all("!" <= c <= "~" for c in key)):
         raise ConfigError(f"{where}: the key must be one word of visible ASCII characters, and not empty")

@@ -41,6 +41,17 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return older | newer
 
 
+def called_special(folder: Path) -> list[str]:
+    """Texts of all tokens that a folder's files call special, beside its tokenizer.json, in which they may be none."""
+    config = read_object(folder / "tokenizer_config.json", needed=False)
+    more, added = config.get("additional_special_tokens"), config.get("added_tokens_decoder")
+    listed = [*(more if isinstance(more, list) else ()), *(added.values() if isinstance(added, dict) else ())]
+    entries = [{"content": each, "special": True} if isinstance(each, str) else each for each in listed]
+    special = [each for each in entries if isinstance(each, dict) and each.get("special") is True]
+    texts = [*special_tokens(folder).values(), *(each.get("content") for each in special)]
+    return sorted({text for text in texts if isinstance(text, str) and text})
+
+
 def _default(value: Any) -> str | None:
     """A model may have several templates, each with a name."""
     if isinstance(value, list):

@@ -6,6 +6,7 @@ folder/model.safetensors.index.json, model-0000i-of-n...     several, and which 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class SafetensorsFolder:
         listed = _listed(index) if index.is_file() and not (folder / SINGLE).is_file() else None
         for file in [SINGLE] if listed is None else sorted(set(listed.values())):
             path = folder / file
-            if not path.is_file():
+            if not os.path.isfile(path):  # of a name that no file can have too
                 said = f"{INDEX} names it" if listed else f"it, or {INDEX}, must be there"
                 raise ConfigError(f"{path}: there is no such file; {said}; is the download complete?")
             try:
@@ -72,17 +73,16 @@ class SafetensorsFolder:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: {_cut_off(error)}") from None
             names = self._files[file].keys()
-            unnamed = [] if listed is None else [name for name in names if name not in listed]
-            if unnamed := [name for name in unnamed if not name.endswith(BUFFERS)]:
+            others = [] if listed is None else [name for name in names if listed.get(name) != file]
+            if others := [name for name in others if not name.endswith(BUFFERS)]:
+                instead = f"says to be in {listed[others[0]]!r}" if others[0] in listed else "does not name"
                 raise ConfigError(
-                    f"{path}: holds the tensor {unnamed[0]!r}, which {INDEX} does not name; are the files of one "
-                    "download?"
+                    f"{path}: holds the tensor {others[0]!r}, which {INDEX} {instead}; are the files of one download?"
                 )
             self._of |= dict.fromkeys(names, file)
         for name, file in (listed or {}).items():
             if self._of.get(name) != file:
-                found = f"which is in {self._of[name]}" if name in self._of else "which no file holds"
-                raise ConfigError(f"{index}: says that {file} holds the tensor {name!r}, {found}")
+                raise ConfigError(f"{index}: says that {file} holds the tensor {name!r}, which no file holds")
         self._folder = folder
 
     def names(self) -> Iterable[str]:

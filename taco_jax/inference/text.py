@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +221,9 @@ def _decoders(tokenizer: Any) -> list[str]:
     return [] if decoder is None else kinds(json.loads(decoder.__getstate__()))
 
 
-def read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer.json of a model; None where there is none.
+def read_tokenizer(path: Path, special: Iterable[str] = ()) -> Tokenizer | None:
+    """The tokenizer.json of a model; None where there is none. special: texts that are special where they are tokens,
+    as transformers reads them from the files beside it.
 
     Raises:
       ConfigError: the library is missing, or cannot read the file.
@@ -234,9 +235,24 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     except ImportError:
         return None
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        library = tokenizers.Tokenizer.from_file(str(path))
+        _call_special(library, special)
+        return Tokenizer(library)
     except Exception as error:  # the library raises Exception itself
         raise ConfigError(f"{path}: tokenizers cannot read it ({' '.join(str(error).split())})") from None
+
+
+def _call_special(library: Any, texts: Iterable[str]) -> None:
+    """Makes special tokens of those texts that are tokens, with the other flags that they have."""
+    from tokenizers import AddedToken
+
+    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    for text in texts:
+        token = added.get(text)
+        if library.token_to_id(text) is not None and not (token and token.special):
+            flags = ("lstrip", "rstrip", "single_word", "normalized")
+            kept = {flag: getattr(token, flag) for flag in flags} if token else {"normalized": False}
+            library.add_special_tokens([AddedToken(text, special=True, **kept)])
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -283,13 +299,23 @@ def byte_level_bpe(
     """A tokenizer of the lists that a GGUF file holds; the ids `before` and `after` are put around every text.
 
     Raises:
-      ValueError: `pre` is not in PRE, a merge names what is no token, an id is not in the vocabulary.
+      ValueError: `pre` is not in PRE, a merge names what is no token, an id is not in the vocabulary, a list holds
+        something else or has another length.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Library
 
     if pre not in PRE:
         raise ValueError(f"tokenizer.ggml.pre={pre!r}: must be one of {', '.join(PRE)}")
+    for key, values, kind, name in (
+        ("tokens", tokens, str, "texts"), ("merges", merges, str, "texts"), ("token_type", types, int, "whole numbers")
+    ):  # fmt: skip
+        if wrong := [value for value in values if not isinstance(value, kind)][:1]:
+            raise ValueError(f"tokenizer.ggml.{key}: holds {wrong[0]!r}; must be a list of {name}")
+    if len(types) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.token_type: has {len(types)} entries; must have {len(tokens)}, one a token")
+    if wrong := [merge for merge in merges if " " not in merge][:1]:
+        raise ValueError(f"tokenizer.ggml.merges: holds {wrong[0]!r}; must be two tokens with a space between")
     how, pairs = PRE[pre], [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:

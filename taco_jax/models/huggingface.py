@@ -161,8 +161,8 @@ nothing; null does neither. Keys that transformers does not read for these model
 
 def _plain_rope(hf: Mapping[str, Any]) -> float:
     """The base of the rotary wavelengths. Older files have rope_scaling (with "type") and rope_theta beside it."""
-    theta = _get(hf, "rope_theta", float, 10_000.0)
-    for key in ("rope_parameters", "rope_scaling"):  # the last has the last word, as in transformers
+    theta = beside = _get(hf, "rope_theta", float, 10_000.0)
+    for key in ("rope_parameters", "rope_scaling"):  # as in transformers: the last that says anything, and it alone
         rope = _get(hf, key, dict, {})
         for name in ("rope_type", "type"):
             _require(name, rope.get(name, "default"), "default", None)
@@ -171,7 +171,7 @@ def _plain_rope(hf: Mapping[str, Any]) -> float:
                 _require(f"{key}.{name}", value, 1, None)
             elif name not in ("rope_type", "type", "rope_theta") and value is not None:
                 raise ValueError(f"{key}.{name}={value!r}: this decoder has only plain rotary positions, without it")
-        theta = _get(rope, "rope_theta", float, theta)
+        theta = _get(rope, "rope_theta", float, beside) if rope else theta
     return theta
 
 
@@ -184,7 +184,10 @@ def _get(hf: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
     if not fits or (isinstance(value, bool) and kind is not bool):
         name = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(kind, kind.__name__)
         raise ValueError(f"{key}={value!r}: must be {name}")
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        raise ValueError(f"{key}=a number of {value.bit_length()} bits: must be one that a float holds") from None
 
 
 def _activation(name: str) -> str:
@@ -267,10 +270,13 @@ def match_names(given: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """{name as in `Source`: the name as given}, of all arrays that the model has.
 
     Raises:
-        ValueError: arrays that are missing or left over, by name.
+        ValueError: arrays that are missing, left over, or there under two names.
     """
     prefix, rows = _table(config)
-    names = {name.removeprefix(prefix): name for name in given if not name.endswith(BUFFERS)}
+    names: dict[str, str] = {}
+    for name in given:
+        if not name.endswith(BUFFERS) and (other := names.setdefault(name.removeprefix(prefix), name)) != name:
+            raise ValueError(f"state dict has one array under two names, {other} and {name}; keep the right one")
     if config.tied_head:
         head = names.pop("lm_head.weight", None)
         if head is not None:  # one name of a tied table is enough, whichever a writer kept

@@ -2,17 +2,19 @@
 
 import asyncio
 import hmac
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("httpx", reason="the client: pip install 'taco-jax[test]'")
 pytest.importorskip("starlette", reason="the extra serve: pip install 'taco-jax[serve]'")
+pytest.importorskip("uvicorn", reason="the extra serve: pip install 'taco-jax[serve]'")
 
 import httpx
 
 from taco_jax.config import ConfigError
 from taco_jax.inference import serve
-from taco_jax.inference.serving import gate
+from taco_jax.inference.serving import gate, process
 from taco_jax.inference.serving.gate import LOOPBACK, Gate, host_name
 
 
@@ -76,6 +78,35 @@ def test_without_the_key_nothing_but_health_is_answered(value, message):
     assert ask("/health", headers, key="secret").text == "yes"
 
 
+@pytest.mark.parametrize(
+    "host, more, taken",
+    [
+        ("127.0.0.1", (), {"127.0.0.1", "localhost", "[::1]"}),
+        ("127.0.0.1", ("proxy.com",), {"127.0.0.1", "localhost", "[::1]", "proxy.com"}),
+        ("localhost", (), {"127.0.0.1", "localhost", "[::1]"}),
+        ("0.0.0.0", (), {"127.0.0.1", "localhost", "[::1]", "proxy.com", "0.0.0.0", "evil.com"}),
+        ("0.0.0.0", ("proxy.com",), {"127.0.0.1", "localhost", "[::1]", "proxy.com", "0.0.0.0"}),
+    ],
+)
+def test_names_by_the_address_that_is_listened_on(host, more, taken):
+    """Those of this machine and --host always are."""
+    with process.bind(host, 0) as bound:
+        hosts = serve._hosts(serve.ServeConfig(host=host, allowed_host=more), bound)
+    asked = ("127.0.0.1", "localhost", "[::1]", "proxy.com", "0.0.0.0", "evil.com")
+    assert {name for name in asked if ask(headers={"Host": f"{name}:80"}, hosts=hosts).text == "yes"} == taken
+
+
+@pytest.mark.parametrize(
+    "address, own",
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("0.0.0.0", False),
+        ("::", False), ("10.0.0.1", False), ("fe80::1%eth0", False), ("::ffff:10.0.0.1", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_only_this_machine_reaches(address, own):
+    assert process.is_loopback(SimpleNamespace(getsockname=lambda: (address, 80))) is own
+
+
 def test_a_body_is_read_before_the_answer_and_not_for_ever(monkeypatch):
     def refused(parts: list[dict]) -> int:
         """How many parts of a body are read before the request is refused."""
@@ -120,6 +151,7 @@ def test_keys_and_hosts_of_the_command(tmp_path):
         (lambda c: serve._key(c), {"api_key": "é"}, "api_key: the key must be one word"),
         (lambda c: serve._key(c), {"api_key_file": str(path)}, f"api_key_file='{path}': the key must be one word"),
         (lambda c: serve._key(c), {"api_key_file": str(tmp_path / "no")}, "cannot be read (No such file or directory)"),
+        (lambda c: serve._key(c), {"api_key_file": "~no such user/key"}, "cannot be read (Could not determine home"),
         (lambda c: serve._key(c), {"api_key": "a", "api_key_file": "b"}, "both name a key; give one of them"),
         (serve._check, {"allowed_host": ("example.com:80",)}, "allowed_host='example.com:80': must be a name"),
         (serve._check, {"allowed_host": ("http://a",)}, "allowed_host='http://a': must be a name"),

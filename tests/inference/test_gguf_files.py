@@ -92,9 +92,9 @@ GGUF = {
 }  # fmt: skip
 
 
-def write_gguf(path, changes=None, more=()):
+def write_gguf(path, changes=None, more=(), table=(8, 24)):
     """A file whose tensors are all zeros; `changes` replace keys, None takes one away."""
-    shapes = {"token_embd": (8, 24), "output_norm": (8,)}
+    shapes = {"token_embd": table, "output_norm": (8,)}
     shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
     shapes |= {"blk.0.ffn_gate": (8, 16), "blk.0.ffn_up": (8, 16), "blk.0.ffn_down": (16, 8)}
     shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)} | dict.fromkeys(more, (4,))
@@ -117,6 +117,7 @@ def write_gguf(path, changes=None, more=()):
         ({"llama.rope.dimension_count": 2}, "llama.rope.dimension_count=2: this decoder has only .*=4"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length=8: this decoder has only .*=4"),
         ({"llama.attention.scale": 0.7}, "llama.attention.scale=0.69.*: this decoder has only 0.5"),
+        ({"llama.attention.scale": float("nan")}, "llama.attention.scale=nan: this decoder has only 0.5"),
         ({"llama.attention.causal": False}, "llama.attention.causal=False"),
         ({"llama.attention.sliding_window": 32}, "llama.attention.sliding_window=32"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping=30.0"),
@@ -135,6 +136,11 @@ def write_gguf(path, changes=None, more=()):
             r"tokenizer.ggml: the ids \[99\] around every",
         ),
         ({"tokenizer.ggml.merges": ["a zz"]}, "tokenizer.ggml.merges: .*zz"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges: holds 'ab'; must be two tokens with a space"),
+        ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges: holds 1; must be a list of texts"),
+        ({"tokenizer.ggml.tokens": [1] * 24}, "tokenizer.ggml.tokens: holds 1; must be a list of texts"),
+        ({"tokenizer.ggml.token_type": ["3"] * 24}, "tokenizer.ggml.token_type: holds '3'; must be a list of whole"),
+        ({"tokenizer.ggml.token_type": [3]}, "tokenizer.ggml.token_type: has 1 entries; must have 24, one a token"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "tokenizer.ggml.eos_token_id='x': must be a whole number"),
         ({"tokenizer.ggml.suppress_tokens": [3]}, r"tokenizer.ggml.suppress_tokens=\[3\]: this tokenizer has it not"),
     ],
@@ -149,6 +155,20 @@ def test_keys_of_a_gguf_file(tmp_path, changes, message):
 def test_gguf_tensors_that_scale_rotary_positions(tmp_path, more):
     with pytest.raises(ConfigError, match=f"has {more}.weight: this decoder has only plain rotary positions"):
         open_checkpoint(write_gguf(tmp_path / "model.gguf", more=[more]))
+
+
+def test_gguf_tensors_under_two_names_and_tables_of_other_dims(tmp_path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ConfigError, match="has the tensor embed_tokens.weight under two names"):
+        open_checkpoint(write_gguf(path, more=["embed_tokens"]))
+    for table in ((), (24,), (2, 4, 24)):
+        with pytest.raises(ConfigError, match=r"the tensor token_embd.weight has shape \[.*\]: must have two dims"):
+            open_checkpoint(write_gguf(path, table=table))
+
+
+def test_a_template_knows_no_token_by_an_id_that_is_none(tmp_path):
+    changes = {"tokenizer.chat_template": "x", "tokenizer.ggml.bos_token_id": -1}
+    assert open_checkpoint(write_gguf(tmp_path / "model.gguf", changes)).template.tokens == {"eos_token": "</s>"}
 
 
 def test_keys_of_a_gguf_file_that_change_nothing(tmp_path):

@@ -88,6 +88,30 @@ def test_tensors_that_the_index_does_not_name(tmp_path):
     load(write(tmp_path / "buffers", files=files, index=index))  # no weight: nobody misses it
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tensor_in_two_shards(tmp_path, which):
+    """The index names one; the other may be older, whichever is read last."""
+    files, index = halves(arrays())
+    shard, other = sorted(files)[which], sorted(files)[1 - which]
+    name = next(iter(files[other]))
+    files[shard][name] = np.ones((8, 8), np.float32)
+    with pytest.raises(ConfigError, match=f"{shard}: holds the tensor '{name}', which {INDEX} says to be in '{other}'"):
+        open_checkpoint(write(tmp_path / "model", files=files, index=index))
+
+
+def test_a_tensor_under_two_names(tmp_path):
+    tensors = arrays()
+    folder = write(tmp_path / "model", files={SINGLE: tensors | {"norm.weight": tensors["model.norm.weight"]}})
+    with pytest.raises(ConfigError, match="one array under two names, (model.)?norm.weight and (model.)?norm.weight"):
+        load(folder)
+
+
+def test_an_index_that_names_a_file_that_cannot_be(tmp_path):
+    files, index = halves(arrays())
+    with pytest.raises(ConfigError, match=f"there is no such file; {INDEX} names it"):
+        open_checkpoint(write(tmp_path / "model", files=files, index=index | {"more": "x" * 300}))
+
+
 @pytest.mark.parametrize("name", ["../{}", "/tmp/{}", "sub/{}", "..", "", 3, None, "..\\{}"])
 def test_an_index_that_names_files_outside_the_folder(tmp_path, name):
     files, index = halves(arrays())
@@ -113,6 +137,15 @@ def test_a_tied_model_that_holds_two_tables(tmp_path):
     params = load(other)
     np.testing.assert_array_equal(params["head"]["kernel"][:, :24], -tensors[EMBED].T)
     np.testing.assert_array_equal(params["embed"]["table"][:24], tensors[EMBED])
+
+
+@pytest.mark.parametrize("shape", [(24, 9), (23, 8), (24,), ()])
+def test_a_tied_model_whose_tables_have_two_shapes(tmp_path, shape):
+    folder = write(tmp_path / "model", files={SINGLE: arrays() | {HEAD: np.zeros(shape, np.float32)}})
+    with pytest.raises(
+        ConfigError, match=r"ties the head to the table, but .* has shape \[24, 8\] and 'lm_head.weight'"
+    ):
+        open_checkpoint(folder)
 
 
 # Weights and settings that are no numbers.
@@ -229,6 +262,8 @@ def test_a_request_whose_logits_are_not_finite_gets_status_500():
         ({"rms_norm_eps": float("nan")}, "norm_eps=nan: must be at least 0 and below 1, such as 1e-06"),
         ({"rms_norm_eps": -1e-5}, "norm_eps=-1e-05: must be at least 0"),
         ({"rms_norm_eps": 1e9}, "norm_eps=1000000000.0: must be at least 0 and below 1"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=a number of 1329 bits: must be one that a float holds"),
+        ({"rope_theta": 10**400}, "rope_theta=a number of 1329 bits"),
         ({"rope_theta": 0}, "rope_theta=0.0: must be at least 1 and below inf, such as 10000.0"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be at least 1"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0: this decoder has only plain rotary positions"),
@@ -272,6 +307,13 @@ def test_keys_of_a_config(tmp_path, changes, message):
     [
         ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta", 1e6),
         ({"rope_theta": 500000, "rope_scaling": None}, "rope_theta", 5e5),
+        # As in transformers, rope_scaling takes the place of all that rope_parameters says.
+        (
+            {"rope_theta": 2e4, "rope_parameters": {"rope_theta": 3e4}, "rope_scaling": {"type": "default"}},
+            "rope_theta",
+            2e4,
+        ),
+        ({"rope_theta": 2e4, "rope_parameters": {"rope_theta": 3e4}, "rope_scaling": {}}, "rope_theta", 3e4),
         ({"rope_scaling": {"type": "default"}, "sliding_window": 4096, "attention_dropout": 0.1}, "rope_theta", 1e4),
         ({"num_key_value_heads": None, "head_dim": None, "layer_types": ["full_attention"]}, "n_kv_heads", 2),
     ],
@@ -305,6 +347,33 @@ def test_every_file_that_names_an_end_counts(tmp_path, config, generation, token
         (folder / file).unlink()
 
 
+def test_tokens_that_only_a_file_beside_the_tokenizer_calls_special(tmp_path):
+    """As in transformers: such a token is one id, has no text, and is no user's to write."""
+    library, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    folder = write(tmp_path / "model")
+    words = {word: i for i, word in enumerate(["a", "<", "s", ">", "<s>", "/", "</s>"])}
+    made = library.Tokenizer(library.models.BPE(words, []))
+    plain = lambda text: library.AddedToken(text, special=False, normalized=False)
+    made.add_tokens([plain("<turn>"), plain("<think>")])
+    made.save(str(folder / "tokenizer.json"))
+    turn = {"content": "<turn>", "special": True, "normalized": False}
+    turn |= dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config |= {"pad_token": "<absent>", "added_tokens_decoder": {"7": turn}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, text = open_checkpoint(folder).tokenizer, "<s>a<turn><think></s>"
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids == [4, 0, 7, 8, 6]
+    assert [ours.bytes_of(i) == b"" for i in (4, 7, 8, 6)] == [True, True, False, True]
+    assert ours.id_of("<absent>") is None and ours.library.get_vocab_size() == 9
+    more = {"additional_special_tokens": ["<think>", {"content": 5}, 3], "added_tokens_decoder": [turn]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(more))
+    special = {
+        i: token.special for i, token in open_checkpoint(folder).tokenizer.library.get_added_tokens_decoder().items()
+    }
+    assert special == {7: False, 8: True}
+
+
 @pytest.mark.parametrize("said", ["2", [1.5], True, {}])
 def test_ends_that_are_no_ids(tmp_path, said):
     with pytest.raises(ConfigError, match="eos_token_id=.*: must be a token id, or a list of them"):
@@ -323,6 +392,15 @@ def test_json_that_is_nested_too_deeply(tmp_path, file):
     (folder / file).write_text(DEEP)
     with pytest.raises(ConfigError, match=f"{file}: is nested too deeply"):
         open_checkpoint(folder)
+
+
+def test_json_with_half_a_character(tmp_path):
+    folder = write(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800", "bos_token": "\\ud83d\\ude00"}')
+    with pytest.raises(ConfigError, match="tokenizer_config.json: is no JSON file .*surrogates not allowed"):
+        open_checkpoint(folder)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "\\ud83d\\ude00"}')
+    open_checkpoint(folder)
 
 
 def test_a_tokenizer_that_is_nested_too_deeply(tmp_path):
@@ -378,6 +456,8 @@ def test_paths_that_are_no_model(tmp_path):
         (tmp_path / "some.yaml", "some.yaml: is a file of settings; must be a Hugging Face folder"),
         (tmp_path / "ggufs", "has no config.json; name one of its GGUF files: --model .*a.gguf"),
         (tmp_path, f"has no config.json; name a model in it: --model {model}"),
+        ("x" * 300, r"--model x+: cannot be read \(File name too long\)"),
+        ("~no such user/model", r"--model ~no such user/model: cannot be read \(Could not determine home"),
         ("Qwen/Qwen2.5-0.5B", "there is nothing; if it is a name on the Hugging Face hub, download it first: hf down"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -275,7 +275,7 @@ def test_fields_of_common_clients_are_taken_where_they_change_nothing(serve):
     greedy = {"temperature": 0, "max_tokens": 8}
     want = complete(client, "a", **greedy).json()["choices"][0]["text"]
     assert complete(client, "a", **greedy, **HARMLESS).json()["choices"][0]["text"] == want
-    for key, value in HARMLESS.items():
+    for key, value in [*HARMLESS.items(), ("top_logprobs", 0), ("logprobs", False)]:
         assert chat(client, "a", **{key: value}).status_code == 200, key
     message = {"role": "assistant", "content": "a", "id": "msg_1", "created_at": 3, "refusal": None, "tool_calls": [],
                "annotations": [], "function_call": {}, "reasoning_content": ""}  # fmt: skip

@@ -42,7 +42,7 @@ def make_app(service: Service, *, hosts: Iterable[str] | None = None, key: str |
 
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != service.name:
-            message = f"model={request.path_params['name']!r}: is not served here; {service.name!r} is"
+            message = f"model={request.path_params['name'][:100]!r}: is not served here; {service.name!r} is"
             raise RequestError(message, "model", status=404, code="model_not_found")
         return JSONResponse(model)
 
@@ -178,7 +178,7 @@ async def _refused(request: Request, error: RequestError) -> Response:
 
 
 async def _no_such_route(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     return JSONResponse(RequestError(message, status=error.status_code).body(), error.status_code, error.headers)
 
 

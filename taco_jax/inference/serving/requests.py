@@ -55,7 +55,7 @@ OF_COMPLETIONS = {"echo": (False,), "logprobs": (), "suffix": ("",), "add_specia
 OF_CHATS = {
     "echo": (False,), "add_special_tokens": (False,), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "documents": ([],), "include_reasoning": (True, False),
-    "logprobs": (False,), "top_logprobs": (), "tools": ([],), "tool_choice": ("none", "auto"),
+    "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
     "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     "response_format": ({"type": "text"},),
@@ -163,9 +163,8 @@ def _message(value: Any, at: str) -> dict[str, Any]:
         raise RequestError(f"{at}={_shown(value)}: must be an object with role and content", at)
     for key in value:
         if key not in ("role", "content", "name", *IGNORED_OF_MESSAGES) and value[key] not in (None, [], {}, ""):
-            raise RequestError(
-                f"{at}.{key}: is not supported here; a message has role, content and name", f"{at}.{key}"
-            )
+            field = f"{at}.{key[:60]}"
+            raise RequestError(f"{field}: is not supported here; a message has role, content and name", field)
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{at}.role={_shown(role)}: must be one of {', '.join(ROLES)}", f"{at}.role")

@@ -86,7 +86,7 @@ class Service:
           RequestError: 400, 404 for another model, 429 where the queue is full, 503 where no request is taken.
         """
         if request.model not in (None, self.name):
-            message = f"model={request.model!r}: is not served here; {self.name!r} is"
+            message = f"model={request.model[:100]!r}: is not served here; {self.name!r} is"
             raise RequestError(message, "model", status=404, code="model_not_found")
         count = len(request.prompts) or 1
         if count > self._room:
