@@ -45,7 +45,7 @@ config = TrainConfig(
     # Small batches: for the same time many steps learn more than large ones. A message has 4 x 128 x 256 elements: each
     # of the four ranks' parts is 33 KiB on the wire, 32 of codes and 1/4 of scales.
     global_batch=8,
-    optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=40),
+    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=40),
     steps=340,
     checkpoint=CheckpointConfig(every=170, keep=2),
     # All of the held-out text, once at the end: it takes as long as 50 steps.

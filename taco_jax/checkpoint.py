@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,7 @@ class Checkpoints:
         # Which of them stay is decided when one is saved.
         self._kept = Kept(self._config.keep)
         if self._hook is None:
-            self._hook, sys.unraisablehook = sys.unraisablehook, _without_closed_loops(sys.unraisablehook)
+            self._hook, sys.unraisablehook = sys.unraisablehook, _without_stragglers(sys.unraisablehook)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
@@ -221,8 +222,10 @@ class Checkpoints:
         scales, copy = targets.pop(_SCALES, None), targets.pop(_COPY, None)
         self._manager.wait_until_finished()
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
+        run = self._record(step)
+        self._check_complete(step, run, meta)
         self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
-        items = {"state": args.StandardRestore(targets, strict=False), "run": args.JsonRestore()}
+        items = {"state": args.StandardRestore(targets, strict=False)}
         stored = _tree(meta, _SCALES) or {}
         if scales and stored:
             items[_SCALES] = args.StandardRestore(_alike(stored, scales))
@@ -230,9 +233,7 @@ class Checkpoints:
         if same_copy and copy is not None:
             items[_COPY] = args.StandardRestore(copy)
         found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
-        run = self._readable(step, lambda: {"step": found["run"]["step"], **found["run"]})
-        self._check_record(step, run)
-        shapes_stored = {item: _tree(meta, item) for item in found if item != "run"}
+        shapes_stored = {item: _tree(meta, item) for item in found}
         self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
         remarks = []
         restored = dict(found["state"])
@@ -257,22 +258,40 @@ class Checkpoints:
         try:
             return read()
         except Exception as error:  # Orbax says of damaged data no more than that
-            what = " ".join(str(error).split())[:100]
-            others = ", ".join(str(s) for s in self.steps() if s != step) or "no other"
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            # A page of tensorstore's, in which the array is one of the paths.
+            if array := re.search(r"'path': '([^/'][^']*?)/?'", str(error)):
+                what = f"of {array[1]}, some is missing or damaged"
             raise CheckpointError(
-                f"checkpoint {self.folder / str(step)}: cannot be read ({type(error).__name__}: {what}); present "
-                f"besides: {others}, see --checkpoint.resume-step"
+                f"checkpoint {self.folder / str(step)}: cannot be read ({what}); {self._before(step)}"
             ) from error
 
-    def _check_record(self, step: int, run: dict[str, Any]) -> None:
-        """Raises CheckpointError for the record of another step, and for one that is not as it was written."""
+    def _record(self, step: int) -> dict[str, Any]:
+        """The record of a step. Raises CheckpointError for that of another, and for one that is not as written."""
+        args = self._ocp.args.Composite(run=self._ocp.args.JsonRestore())
+        found = self._readable(step, lambda: self._manager.restore(step, args=args)["run"])
+        run = self._readable(step, lambda: {"step": found["step"], **found})
         digest = run.pop(_RECORD, None)
         if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _record_digest(run)):
             raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
         if run["step"] != step:
+            free = run["step"] not in self.steps()
+            way = f"rename it to {run['step']}" if free else f"move it away ({run['step']} is there)"
             raise CheckpointError(
-                f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; rename it "
-                f"to {run['step']}, or {self._before(step)}"
+                f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; {way}, or "
+                f"{self._before(step)}"
+            )
+        return run
+
+    def _check_complete(self, step: int, run: dict[str, Any], meta: Any) -> None:
+        """Raises CheckpointError where arrays of the record are not stored: a part of the checkpoint was deleted."""
+        stored = _named({part: _tree(meta, part) for part in ("state", _SCALES, _COPY)})
+        missing = sorted(run.get(_DIGESTS, {}).keys() - stored.keys())
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is damaged: not there are {', '.join(missing[:3])}{more}; "
+                f"{self._before(step)}"
             )
 
     def _check_digests(self, step: int, run: dict[str, Any], found: Any, stored: Any) -> None:
@@ -320,11 +339,14 @@ class Checkpoints:
                 )
 
 
-def _without_closed_loops(hook: Callable) -> Callable:
-    """`hook` but for what threads of tensorstore report, each, after a write failed and nobody waits for them."""
+def _without_stragglers(hook: Callable) -> Callable:
+    """`hook` but for what is reported of work that nobody waits for, after one array could not be written or read:
+    by threads of tensorstore, each, and by Orbax' coroutines, a page for each of the other arrays."""
 
     def unraisablehook(unraisable):
-        if "Event loop is closed" not in str(unraisable.exc_value):
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if not of_orbax and "Event loop is closed" not in str(unraisable.exc_value):
             hook(unraisable)
 
     return unraisablehook

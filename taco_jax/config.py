@@ -97,18 +97,18 @@ class PipelineConfig:
     """Parts of a device's batch that follow each other through the stages; more of them make the bubble smaller."""
     chunks: int = 2
     """Groups of layers on each stage of schedule=circular, which makes its bubble as many times smaller."""
-    forward: str = "int8_token"
-    """Codec of the activations sent to the next stage, one scale a token; tah4 takes 3 or 4 bits; none: exactly."""
-    backward: str = "e4m3h"
-    """Codec of the activations' gradients sent back; none sends them exactly."""
+    forward: str | None = None
+    """Codec of activations to the next stage: tah4 (3 or 4 bits)...; None: int8_token, none where compression is."""
+    backward: str | None = None
+    """Codec of the activations' gradients sent back; None: e4m3h, or none (exact) where both of compression are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataParallelConfig:
     """What data-parallel ranks send each other, and what each of them holds."""
 
-    gradients: str = "int8h"
-    """Codec of the gradients' sum over dp; sdp4: int8h inside a host, int4h between hosts; none sums them exactly."""
+    gradients: str | None = None
+    """Codec of the gradients' sum over dp: sdp4 (int4h between hosts)...; None: int8h, none where compression is."""
     zero1: bool = False
     """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
     parameters: str = "none"
@@ -346,6 +346,21 @@ def with_compression(config: TrainConfig, codecs: str) -> TrainConfig:
         compression=dataclasses.replace(compression, plan={}, between_hosts=None, error_feedback=False),
         pipeline=dataclasses.replace(config.pipeline, forward="none", backward="none"),
         data_parallel=dataclasses.replace(config.data_parallel, gradients="none", parameters="none"),
+    )
+
+
+def with_codecs(config: TrainConfig) -> TrainConfig:
+    """The config with a codec in the place of each None. Codecs none over tp alone would be no exact run."""
+    exact = (config.compression.forward, config.compression.backward) == ("none", "none")
+
+    def fill(part: Any, **codecs: str) -> Any:
+        left = {key: "none" if exact else codec for key, codec in codecs.items() if getattr(part, key) is None}
+        return dataclasses.replace(part, **left)
+
+    return dataclasses.replace(
+        config,
+        pipeline=fill(config.pipeline, forward="int8_token", backward="e4m3h"),
+        data_parallel=fill(config.data_parallel, gradients="int8h"),
     )
 
 

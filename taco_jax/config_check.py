@@ -18,6 +18,7 @@ from taco_jax.config import (
     parse_devices,
     pipeline_schedule,
     site_compression,
+    with_codecs,
 )
 from taco_jax.pipeline.schedule import SCHEDULES
 from taco_jax.plan import ALGORITHMS, BACKENDS, EXCHANGES, LINKS, MAX_CHUNKS, Compression, without_key
@@ -30,8 +31,9 @@ REMAT = ("none", "full", "dots")
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """Returns `config` if its fields fit together, else raises ConfigError with one line."""
+    """Returns `config`, with all codecs named, if its fields fit together, else raises ConfigError with one line."""
     check_types(config)
+    config = with_codecs(config)
     for key in (
         "steps",
         "global_batch",

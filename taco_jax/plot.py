@@ -29,6 +29,8 @@ def load(run: str | Path) -> list[dict[str, Any]]:
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{run}: no such run; give a workdir that holds {METRICS}, or that file")
+    if path.suffix.lower() in (".json", ".yaml", ".yml", ".toml", ".py"):
+        raise ConfigError(f"{run}: is a file of settings; give a workdir that holds {METRICS}, or that file")
     records = read_records(path)
     if not records:
         raise ConfigError(f"{path}: holds no records yet")
@@ -105,7 +107,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a workdir or its metrics.jsonl")
     parser.add_argument("--out", default="runs.png", help="the picture to write (default: runs.png)")
     options = parser.parse_args(args)
-    print(draw(options.runs, options.out))
+    cli.say(str(draw(options.runs, options.out)))
     return 0
 
 

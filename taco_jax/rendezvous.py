@@ -23,6 +23,7 @@ import threading
 import time
 from typing import Any
 
+from taco_jax import cli
 from taco_jax.launchers import Launch
 
 # What a process has reached between the rendezvous and training.
@@ -179,7 +180,7 @@ class Hub(threading.Thread):
         """Tells a newcomer, and nobody else: it may be no process of this run."""
         if len(self._refused) < MAX_WARNINGS:
             self._refused.append(why)
-            print(f"warning: refused at {self.launch.host}:{self.launch.port + 1}: {why}", file=sys.stderr, flush=True)
+            cli.say(f"warning: refused at {self.launch.host}:{self.launch.port + 1}: {why}", sys.stderr)
         peer.line.send(stop=why)
         self._forget(peer.line)
 

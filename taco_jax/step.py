@@ -27,7 +27,14 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import optim, sites, tuned
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives.hosts import ranks_per_host
-from taco_jax.config import ConfigError, TrainConfig, pipeline_schedule, sequence_parallel, site_compression
+from taco_jax.config import (
+    ConfigError,
+    TrainConfig,
+    pipeline_schedule,
+    sequence_parallel,
+    site_compression,
+    with_codecs,
+)
 from taco_jax.data_parallel import DataParallel
 from taco_jax.mesh import AXES
 from taco_jax.models import attention, decoder
@@ -413,7 +420,7 @@ def build(config: TrainConfig, mesh: Mesh) -> Program:
     want = {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp}
     if dict(mesh.shape) != want:
         raise ConfigError(f"mesh: the config says {want}, the given mesh is {dict(mesh.shape)}")
-    return Program(config, mesh)
+    return Program(with_codecs(config), mesh)
 
 
 def _attention(config: TrainConfig, mesh: Mesh) -> str:

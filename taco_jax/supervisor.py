@@ -18,6 +18,7 @@ import tempfile
 import time
 from typing import BinaryIO
 
+from taco_jax import cli
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 from taco_jax.launchers import Launch
 from taco_jax.rendezvous import ADVICE, Hub, Member
@@ -59,7 +60,7 @@ def supervise(launch: Launch, config: TrainConfig) -> int:
     if hub is not None:
         hub.join()
     if line is not None:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        cli.say(f"error: {line}", sys.stderr)
     return code
 
 
@@ -142,8 +143,8 @@ def _start() -> tuple[int, BinaryIO, subprocess.Popen]:
 def _show(last_words: BinaryIO) -> None:
     """What a worker that ended badly said to nobody (`Reporter.hush`)."""
     last_words.seek(0)
-    sys.stderr.write(last_words.read().decode(errors="replace"))
-    sys.stderr.flush()
+    if text := last_words.read().decode(errors="replace").rstrip("\n"):
+        cli.say(text, sys.stderr)
 
 
 def _gone(launch: Launch) -> str:

@@ -145,7 +145,7 @@ def main(args: Sequence[str]) -> int:
     except (KernelUnavailableError, tuned.TunedFileError) as error:
         raise ConfigError(str(error)) from error
     except StoppedError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        cli.say(f"error: {error}", sys.stderr)
         return 1
     return 0
 
@@ -165,6 +165,11 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     ranks = len(devices) if config.ranks is None else config.ranks
     if jax.process_count() > 1:
         raise ConfigError("tune runs in one process that drives all devices, this run has several")
+    if len(devices) < 2:
+        raise ConfigError(
+            f"tune needs at least 2 devices, there are {len(devices)} ({devices[0].platform}); "
+            "to try it without GPUs, emulate with --devices cpu:4"
+        )
     if not 2 <= ranks <= len(devices):
         raise ConfigError(f"ranks={ranks}: must be at least 2 and at most the {len(devices)} devices there are")
     for codec in config.codecs:
@@ -175,7 +180,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     tuned.read(file)
     entry = tuned.entry_name(devices[0].device_kind, ranks)
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:ranks])
-    print(f"{entry}; psum of {config.dtype}, medians of {config.repeats}", flush=True)
+    cli.say(f"{entry}; psum of {config.dtype}, medians of {config.repeats}")
     points: dict[str, list[Point]] = {codec: [] for codec in config.codecs}
     stopped = _measure(config, mesh, points)
     if any(points.values()):
@@ -190,8 +195,8 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
         tuned.write(file, entry, result)
         for codec, value in result.items():
             pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
-            print(f"{codec} pays {pays}; sums: {tuned.describe_sums(value.sums)}")
-        print(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
+            cli.say(f"{codec} pays {pays}; sums: {tuned.describe_sums(value.sums)}")
+        cli.say(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
     if stopped:
         written = f"the sizes before it are written for {', '.join(result)}" if result else "nothing is written"
         raise StoppedError(f"{stopped}; {written}")
@@ -213,7 +218,7 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
                 return f"stopped at {size_name(nbytes)}, {codec} ({reason}); try a smaller --largest"
             points[codec] += found
             for point in found:
-                print(_sentence(codec, point), flush=True)
+                cli.say(_sentence(codec, point))
             ratio = {p.algorithm: p.ratio for p in found}
             if ratio.get("one_shot", 0) > HOPELESS * ratio["two_shot"]:
                 algorithms[codec] = ("two_shot",)
@@ -358,7 +363,10 @@ def _print_table(points: dict[str, list[Point]]) -> None:
         for point in found:
             size, algorithm, *rest = _row(point)
             table.add_row(codec, size, f"{algorithm}{' *' if point in best else ''}", *rest)
-    Console().print(table)
+    console = Console()
+    with console.capture() as lines:
+        console.print(table)
+    cli.say(lines.get().rstrip("\n"))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,11 @@ def _read(path: Path) -> dict:
         raise ConfigError(f"{path}: corrupt ({error}); restore it or use another --workdir") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: corrupt (no config); restore it or use another --workdir")
+    if not isinstance(config.get("model"), dict):
+        raise ConfigError(
+            f"workdir={path.parent}: its {CONFIG} is not that of a run, but a model's perhaps; use an empty folder or "
+            f"another --workdir"
+        )
     return config
 
 

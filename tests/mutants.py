@@ -5,22 +5,26 @@
     python tests/mutants.py --list                what there is; nothing runs
     python tests/mutants.py --readme              writes the table of tests/README.md anew
 
-Every fault is applied to a copy of the repository's files of its own, in a temporary folder. It is killed where pytest
-ends with a failed test. A copy whose tests cannot be collected, crash, hang or end with a misspelt name proves nothing
-and is reported as broken. First of all the same tests must pass without a fault.
+Every fault is applied to a copy of the repository's files of its own, as they were at the start, in a temporary folder.
+It is killed where pytest ends with a failed test; if that waited in vain, its line names the limit. A copy whose tests
+cannot be collected, crash, reach pytest's limit or `--timeout`, or end with a misspelt name proves nothing and is
+reported as broken. First of all the same tests must pass without a fault. Ctrl-C, SIGTERM and SIGHUP end all that was
+started and remove what is temporary; `--out` keeps what is known.
 
 Exit code: 0 if all that ran were killed, 1 if one lived or is broken, 2 for a fault whose place in the code is not
-found once, and for bad arguments.
+found once, and for bad arguments; 128 and the signal's number for a run that was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -29,6 +33,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +45,9 @@ KILLED, LIVED, BROKEN, LEFT_OUT = "killed", "LIVED", "BROKEN", "left out"
 README, BEGIN, END = "tests/README.md", "<!-- faults: made by tests/mutants.py --readme -->", "<!-- end of faults -->"
 # A failure of this kind says that the fault is no Python, not that a test noticed it.
 MISSPELT = re.compile(r"\b(NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError|AttributeError)\b")
+# A failure of this kind is a wait that did not end (helpers.py, served.py): what some faults do, and a stalled machine.
+LIMIT = re.compile(r"\blimit of [\d.e+]+ s\b|\bTimeoutExpired\b")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUITE = "tests"
 
 
@@ -56,6 +64,10 @@ class Verdict:
 
 class CopyError(Exception):
     """The repository's files cannot be listed or copied. One line."""
+
+
+class Stopped(BaseException):
+    """A signal asks to end. Its argument is the signal's number."""
 
 
 def check(mutants: Iterable[Mutant], root: Path = REPOSITORY) -> list[str]:
@@ -83,8 +95,11 @@ class Runner:
 
     def __init__(self, pool: Path, jobs: int, timeout: float, whole_suite: bool):
         self.pool, self.jobs, self.timeout, self.whole_suite = pool, jobs, timeout, whole_suite
-        self._files = _files()
+        # All copies are of one state: whoever goes on working in the repository changes nothing of this run.
+        self._original = pool / "original"
+        _copy(_files(), self._original)
         self._numbers = itertools.count()
+        self._lock, self._running, self._stopped = threading.Lock(), set(), False
         self._environment = os.environ | {
             # One cache for all copies: what a fault does not change is compiled once.
             "JAX_COMPILATION_CACHE_DIR": str(pool / "jax_cache"),
@@ -93,7 +108,8 @@ class Runner:
             "PYTHONDONTWRITEBYTECODE": "1",
             "COLUMNS": "400",  # pytest cuts the reasons of its summary to them
         }
-        self._environment.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # each copy's packages are imported, from its own root
+            self._environment.pop(name, None)
 
     def baseline(self, mutants: Sequence[Mutant]) -> dict[str, str]:
         """{entry of `Mutant.tests`: why it proves nothing} of those that do not pass without a fault."""
@@ -124,46 +140,68 @@ class Runner:
             try:
                 for future in concurrent.futures.as_completed(futures):
                     yield future.result()
+            except BaseException:
+                self._stop()
+                raise
             finally:
                 for future in futures:
                     future.cancel()
 
+    def _stop(self) -> None:
+        """Ends all that runs; nothing starts any more."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _kill_session(process)
+
     def _on_a_copy(self, mutant: Mutant | None, entries: Sequence[str], gpu: bool) -> Verdict:
-        root = self.pool / f"copy{next(self._numbers)}"
+        folder = self.pool / f"copy{next(self._numbers)}"
+        root, temporary = folder / "taco_jax", folder / "tmp"
         start = time.monotonic()
         try:
-            _copy(self._files, root)
+            shutil.copytree(self._original, root)
+            temporary.mkdir()
             if mutant is not None:
                 mutant.apply(root)
             for arguments in _together(entries):
-                verdict = self._pytest(root, arguments, gpu)
+                verdict = self._pytest(root, arguments, gpu, temporary)
                 if verdict.outcome != LIVED:
                     break
         finally:
-            shutil.rmtree(root, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         name = "" if mutant is None else mutant.name
         return dataclasses.replace(verdict, name=name, seconds=time.monotonic() - start)
 
-    def _pytest(self, root: Path, arguments: list[str], gpu: bool) -> Verdict:
+    def _pytest(self, root: Path, arguments: list[str], gpu: bool, temporary: Path) -> Verdict:
         # In a copy the test of these tables fails with every fault: its place is gone.
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         command += ["--ignore-glob=*test_mutants.py", "-m", "gpu" if gpu else "not slow", *arguments]
         # What tests start belongs to the same session, so that nothing is left of what hangs.
-        process = subprocess.Popen(
-            command, cwd=root, env=self._environment, text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with self._lock:
+            if self._stopped:
+                return Verdict("", BROKEN, detail="stopped")
+            process = subprocess.Popen(
+                command, cwd=root, env=self._environment | {"TMPDIR": str(temporary)}, text=True, errors="replace",
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self._running.add(process)
         try:
             output = process.communicate(timeout=self.timeout)[0]
         except subprocess.TimeoutExpired:
-            return Verdict("", BROKEN, detail=f"not done after {self.timeout:.0f} s")
+            return Verdict("", BROKEN, detail=f"--timeout: not done after {self.timeout:g} s")
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            with self._lock:
+                self._running.remove(process)
+                _kill_session(process)
             process.wait()
         return judge(process.returncode, output)
+
+
+def _kill_session(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def judge(code: int, output: str) -> Verdict:
@@ -201,7 +239,7 @@ def _files() -> list[str]:
     """The files that a fresh clone would have, and those that are not committed yet; of a tree without git all that
     neither Python nor pip has made."""
     if not (REPOSITORY / ".git").exists():
-        made = re.compile(r"__pycache__|build|dist|runs|.*\.egg-info|\.(venv|pytest_cache|ruff_cache).*")
+        made = re.compile(r"__pycache__|build|dist|runs|wandb|.*\.egg-info|\.(venv|\w+_cache|hypothesis).*")
         files = [path.relative_to(REPOSITORY) for path in REPOSITORY.rglob("*") if path.is_file()]
         return [str(path) for path in files if not any(made.fullmatch(part) for part in path.parts[:-1])]
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -271,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.jobs < 1:
             raise ValueError(f"--jobs {options.jobs}: must be at least 1")
+        if not (options.timeout > 0 and math.isfinite(options.timeout)):
+            raise ValueError(f"--timeout {options.timeout:g}: must be a finite number of seconds above 0")
         mutants = _choose(names)
         problems = check(MUTANTS)
         if problems:
@@ -282,11 +322,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             print(table(mutants))
             return 0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _raise_stopped)
         return _run(mutants, options)
-    except (ValueError, CopyError) as error:
+    except (ValueError, CopyError, OSError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        (number,) = stopped.args
+        print(f"error: stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+
+
+def _raise_stopped(number, frame):
+    for other in SIGNALS:  # what follows takes moments, and a second signal must not leave half of it
+        signal.signal(other, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def _write(path: Path | None, mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> None:
+    """Writes the verdicts that there are, in the order of the faults."""
+    if path is None:
+        return
+    order = {mutant.name: i for i, mutant in enumerate(mutants)}
+    listed = [dataclasses.asdict(verdict) for verdict in sorted(verdicts, key=lambda verdict: order[verdict.name])]
+    try:
+        path.write_text(json.dumps(listed, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be written: {error.strerror}") from None
 
 
 def _run(mutants: list[Mutant], options: argparse.Namespace) -> int:
@@ -295,16 +360,15 @@ def _run(mutants: list[Mutant], options: argparse.Namespace) -> int:
     here = [mutant for mutant in mutants if mutant.name not in left_out]
     for verdict in verdicts:
         _say(verdict)
+    _write(options.out, mutants, verdicts)
     with tempfile.TemporaryDirectory(prefix="taco_jax_mutants_") as pool:
         runner = Runner(Path(pool), options.jobs, options.timeout, options.all)
         unfit = {} if options.no_baseline else runner.baseline(here)
-        for verdict in runner.run(here, unfit):
-            _say(verdict)
-            verdicts.append(verdict)
-    if options.out is not None:
-        order = {mutant.name: i for i, mutant in enumerate(mutants)}
-        verdicts.sort(key=lambda verdict: order[verdict.name])
-        options.out.write_text(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts], indent=1) + "\n")
+        with contextlib.closing(runner.run(here, unfit)) as found:  # closed, it ends what runs
+            for verdict in found:
+                _say(verdict)
+                verdicts.append(verdict)
+                _write(options.out, mutants, verdicts)
     count = lambda outcome: sum(verdict.outcome == outcome for verdict in verdicts)
     outcomes = (KILLED, LIVED, BROKEN, LEFT_OUT)
     print(f"{len(verdicts)} faults: " + ", ".join(f"{count(outcome)} {outcome}" for outcome in outcomes), flush=True)
@@ -313,7 +377,8 @@ def _run(mutants: list[Mutant], options: argparse.Namespace) -> int:
 
 def _say(verdict: Verdict) -> None:
     kind = next(kind for kind, of_kind in KINDS.items() if verdict.name in {mutant.name for mutant in of_kind})
-    words = verdict.by if verdict.outcome == KILLED else f"{verdict.by} {verdict.detail}".strip()
+    brief = verdict.outcome == KILLED and not LIMIT.search(verdict.detail)
+    words = verdict.by if brief else f"{verdict.by} {verdict.detail}".strip()
     print(f"{verdict.outcome:8}  {verdict.name:22}  {kind:11}  {verdict.seconds:5.0f} s  {words[:200]}", flush=True)
 
 

@@ -3,10 +3,12 @@
 import dataclasses
 import errno
 import fcntl
+import gc
 import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -225,10 +227,42 @@ def test_damaged_files_are_one_line(tmp_path, make_mesh, part, damage):
     damaged = largest(tmp_path / "c" / "4", part)
     damaged.write_bytes(damage(damaged.read_bytes()))
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"c/4: cannot be read \(.*present besides: 3, see --ch") as error:
+        with pytest.raises(CheckpointError, match=r"c/4: cannot be read \(.*\); go on .*resume-step 3$") as error:
             checkpoints.restore(4, place(state, mesh), VOCAB, no_fresh_scales)
         assert "\n" not in str(error.value)
         equal(checkpoints.restore(3, place(state, mesh), VOCAB, no_fresh_scales)[0], state)
+
+
+def test_an_array_that_cannot_be_read_is_named_and_the_others_say_nothing(tmp_path, make_mesh, monkeypatch):
+    """Where the first fails, Orbax leaves the others' coroutines, of which Python reports each with a page."""
+    mesh, reported = make_mesh(tp=2), []
+    state = put(make_state(rows=4096), mesh)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(4, state, {"data": {}, "seed": 0})
+    damaged = largest(tmp_path / "c" / "4", "state/ocdbt.process_0/d/*")
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    message = r"c/4: cannot be read \(of [\w.]+, some is missing or damaged\); no other is before it$"
+    with pytest.raises(CheckpointError, match=message), Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.restore(4, place(state, mesh), VOCAB, no_fresh_scales)
+    gc.collect()
+    assert not reported
+
+
+@pytest.mark.parametrize("part", ["scales", "scales/_METADATA", "state/_METADATA"])
+def test_a_part_that_was_deleted_is_missed(tmp_path, make_mesh, part):
+    """A run can do without some parts, but not without those that it saved."""
+    mesh = make_mesh(tp=2)
+    state = put(make_state(), mesh)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, state, {"data": {}, "seed": 0})
+    path = tmp_path / "c" / "4" / part
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    message = rf"c/4: is damaged: not there are {part.split('/')[0]}\..*; go on from .* --checkpoint.resume-step 3$"
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.restore(4, place(state, mesh), VOCAB, no_fresh_scales)
 
 
 def test_an_existing_checkpoint_is_not_written_again(tmp_path, make_mesh):
@@ -298,6 +332,12 @@ def test_a_record_says_its_step_and_whether_it_is_whole(tmp_path, make_mesh):
         message = r"c/7: is that of step 4, under another name; rename it to 4, or go on .* --checkpoint.resume-step 3$"
         with pytest.raises(CheckpointError, match=message):
             restore(checkpoints, 7)
+        shutil.copytree(tmp_path / "c" / "7", tmp_path / "c" / "4")
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"c/7: is that of step 4, .*; move it away \(4 is there\), or go on"):
+            restore(checkpoints, 7)
+        shutil.rmtree(tmp_path / "c" / "4")
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
         record.write_text(written.replace('"samples": 8', '"samples": 9'))
         with pytest.raises(CheckpointError, match=r"c/7: its record is damaged; go on from the one before"):
             restore(checkpoints, 7)
@@ -342,6 +382,9 @@ def test_folders_that_are_no_workdir(tmp_path):
         open_workdir(TrainConfig(workdir=str(tmp_path / "notes.txt")))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: corrupt"):
+        open_workdir(TrainConfig(workdir=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="its config.json is not that of a run, but a model's perhaps; use an empty"):
         open_workdir(TrainConfig(workdir=str(tmp_path)))
 
 

@@ -2,14 +2,17 @@
 
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
 import re
+import subprocess
 import sys
 
 import numpy as np
 import pytest
+from helpers import REPOSITORY
 
 import taco_jax.config
 import taco_jax.models.config
@@ -27,6 +30,7 @@ from taco_jax.config import (
     parse_devices,
     sequence_parallel,
     to_dict,
+    with_codecs,
     with_compression,
 )
 from taco_jax.config_check import REMAT, check
@@ -64,7 +68,7 @@ def test_file_then_flags(tmp_path):
     assert (config.steps, config.mesh, config.seed) == (7, MeshConfig(dp=2, tp=4), 5)
     assert config.compression == CompressionConfig(forward="int8h", plan={"layers/mlp/*": "int8h:int6h"})
     assert config.optimizer.clip_norm is None and config.deterministic and not config.checkpoint.enabled
-    assert check(config) is config
+    assert check(config) == with_codecs(config)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -98,6 +102,15 @@ def test_compression_none_means_every_axis(tmp_path):
     assert config.data_parallel == TrainConfig().data_parallel
     with pytest.raises(ConfigError, match="compression.forward='nonne': no such codec preset; did you mean 'none'"):
         check(cli.parse(["--compression", "nonne"]))
+
+
+def test_both_codecs_none_is_exact_but_for_what_has_its_own():
+    others = lambda config: (config.data_parallel.gradients, config.pipeline.forward, config.pipeline.backward)
+    both = ["--mesh.dp", "2", "--compression.forward", "none", "--compression.backward", "none"]
+    assert others(check(cli.parse(both))) == ("none",) * 3
+    assert others(check(cli.parse([]))) == others(check(cli.parse(both[:4]))) == ("int8h", "int8_token", "e4m3h")
+    own = cli.parse([*both, "--data-parallel.gradients", "sdp4", "--pipeline.backward", "int4h"])
+    assert others(check(own)) == ("sdp4", "none", "int4h")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +205,8 @@ def test_the_floor_of_the_learning_rate_follows_it():
     flags = ["--optimizer.learning-rate", "1e-6", "--optimizer.min-learning-rate-ratio", "0.5"]
     assert check(cli.parse(flags)).optimizer.floor == pytest.approx(5e-7)
     assert check(cli.parse([*flags, "--optimizer.min-learning-rate", "1e-8"])).optimizer.floor == 1e-8
+    quickstart = ["--config", str(REPOSITORY / "experiments/quickstart.py"), "--optimizer.learning-rate", "1e-6"]
+    assert check(cli.parse(quickstart)).optimizer.floor == pytest.approx(1e-7)
     assert np.float32(TrainConfig().optimizer.floor) == np.float32(3e-5)  # as it was when it was a number
 
 
@@ -486,3 +501,59 @@ def test_a_program_goes_on_without_its_output(monkeypatch, capfd):
                 cli.say(f"step {number}")
             assert os.readlink(f"/proc/self/fd/{descriptor}") == os.devnull
         assert capfd.readouterr().err == f"standard output: {reason}; it goes on without\n"
+
+
+def _prints(flush: bool, after: Exception | None = None):
+    def main(args):
+        print("text", flush=flush)
+        if after:
+            raise after
+        return 0
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "reader_has_gone, main, code, line",
+    [
+        (True, _prints(flush=True), 141, ""),
+        (True, _prints(flush=False), 141, ""),
+        (True, _prints(flush=False, after=SystemExit(0)), 141, ""),
+        (True, _prints(flush=False, after=ConfigError("x=1: no")), 2, "error: x=1: no\n"),
+        (False, _prints(flush=True), 1, "error: standard output: No space left on device\n"),
+    ],
+    ids=["printing", "at its end", "help", "bad setting", "full"],
+)
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_program_ends_with_its_output(monkeypatch, capfd, reader_has_gone, main, code, line, unbuffered):
+    """One that is of no use without: in silence where its reader has gone, as after `| head`, else in one line."""
+    if unbuffered and code == 2:
+        code, line = 141, ""  # it has ended before it comes to that
+    read, descriptor = os.pipe() if reader_has_gone else (None, os.open("/dev/full", os.O_WRONLY))
+    if reader_has_gone:
+        os.close(read)
+    with open(descriptor, "wb", buffering=0 if unbuffered else -1) as raw:
+        stream = io.TextIOWrapper(raw, write_through=unbuffered)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            assert cli.run(main, []) == code
+            assert sys.stdout is stream
+            stream.flush()  # as Python does at its end
+    assert capfd.readouterr().err == line
+
+
+def test_errors_of_files_are_not_those_of_standard_output(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        cli.run(lambda args: open(tmp_path / "absent"), [])
+
+
+def test_standard_streams_that_are_closed_are_nobody_elses(tmp_path):
+    """A file that is opened never has the number at which native code writes what it has to say."""
+    code = (
+        "import os, sys; from taco_jax import cli; "
+        f"print_to = lambda args: open({str(tmp_path / 'file')!r}, 'w').write(f'{{os.open(os.devnull, 0)}}'); "
+        "sys.exit(cli.run(lambda args: print_to(args) and sys.stderr.flush(), []))"
+    )
+    argv = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(argv, cwd=REPOSITORY, timeout=120).returncode == 0
+    assert int((tmp_path / "file").read_text()) > 2

@@ -46,5 +46,8 @@ def test_errors(tmp_path, run_python):
     good = run(tmp_path / "a", [1, 2])
     with pytest.raises(ConfigError, match="--out .*a.xyz: cannot be written"):
         plot.draw([good], tmp_path / "a.xyz")
+    (good / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json: is a file of settings; give a workdir that holds metrics"):
+        plot.draw([good / "config.json"], tmp_path / "a.png")
     result = run_python(["-m", "taco_jax.plot", tmp_path / "missing"], check=2)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "no such run" in result.stderr

@@ -1,6 +1,7 @@
 """`python -m taco_jax.tune`: what it measures, prints and writes, on emulated devices; and what it refuses."""
 
 import json
+import sys
 
 import pytest
 from helpers import make_mesh
@@ -68,6 +69,17 @@ def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, m
     assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "--smallest", "16384"]) == 1
     assert capsys.readouterr().err == f"error: {reason}; nothing is written\n"
     assert list(tuned.read(file).values()) == [found]
+
+
+def test_what_was_measured_is_written_though_nobody_reads_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "_best", lambda *args: [Point(4096, 1, "ring", 1.0, 2.0)])
+    file = tmp_path / "tuned.json"
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        arguments = ["--smallest", "4096", "--largest", "4096", "--codecs", "taco", "--output", str(file)]
+        assert cli.run(tune.main, arguments) == 0
+    assert capsys.readouterr().err == "standard output: No space left on device; it goes on without\n"
+    assert len(tuned.read(file)) == 1
 
 
 def test_the_ways_that_are_tried(monkeypatch):
@@ -172,6 +184,13 @@ def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, tmp_path):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
     assert not list(tmp_path.iterdir())
+
+
+def test_one_device_is_too_few(monkeypatch, capsys, tmp_path):
+    devices = cli.devices
+    monkeypatch.setattr(cli, "devices", lambda name: devices(name)[:1])
+    assert cli.run(tune.main, ["--output", str(tmp_path / "tuned.json")]) == 2
+    assert "error: tune needs at least 2 devices, there are 1 (cpu); to try it" in capsys.readouterr().err
 
 
 def test_a_bad_file_is_found_before_anything_is_measured(tmp_path, capsys):

@@ -62,11 +62,16 @@ def main(args: Sequence[str]) -> int:
     for key in ("context", "max_tokens"):
         if getattr(config, key) is not None and getattr(config, key) < 1:
             raise ConfigError(f"{key}={getattr(config, key)}: must be at least 1")
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise ConfigError(f"json={config.json}: cannot be written (its folder does not exist); make the folder first")
     cli.select_devices(config.devices)
     cli.devices(config.devices)
     results = perplexity(config)
     if config.json:
-        Path(config.json).write_text(json.dumps(results, indent=1) + "\n")
+        try:
+            Path(config.json).write_text(json.dumps(results, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"json={config.json}: cannot be written ({error.strerror})") from None
     return 0
 
 
@@ -107,7 +112,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     params = load_params(checkpoint, mesh, config.dtype)
     evaluation = Evaluation(checkpoint.config, mesh, params, ids, config.context)
     where = f"context {config.context}, tp {config.tp}, {config.dtype}"
-    print(f"{len(ids) - 1} tokens of {config.text}, {where}", flush=True)
+    cli.say(f"{len(ids) - 1} tokens of {config.text}, {where}")
     results, exact = {}, None
     for codec, each in settings.items():
         score = evaluation.score(each)
@@ -115,7 +120,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
             raise ConfigError(f"--model {config.model}: {why_not_finite(config.dtype)}")
         exact = exact or score
         results[codec] = describe(score, exact) | {"error_feedback": feedback[codec]}
-        print(line(codec, results[codec]), flush=True)
+        cli.say(line(codec, results[codec]))
     return results
 
 

@@ -55,7 +55,7 @@ def main(args: Sequence[str]) -> int:
         config.prompt, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos
     )
     _print(tokens, config.prompt)
-    print(report(generator), file=sys.stderr, flush=True)
+    cli.say(report(generator), sys.stderr)
     return 0
 
 

@@ -75,16 +75,14 @@ def main(args: Sequence[str]) -> int:
     served, engine = _start(config, service)
     url, own = process.address(bound), process.is_loopback(bound)
     if not own and key is None:
-        print(
-            f"warning: {url} is open to whoever reaches it; there is no authentication (--api-key-file)",
-            file=sys.stderr,
-            flush=True,
+        cli.say(
+            f"warning: {url} is open to whoever reaches it; there is no authentication (--api-key-file)", sys.stderr
         )
     engine.start()
     try:
         process.serve(
             app.make_app(served, hosts=_hosts(config, bound), key=key), served, bound,
-            lambda: print(f"serving {served.name} at {url}/v1", flush=True), config.batch + config.queue,
+            lambda: cli.say(f"serving {served.name} at {url}/v1"), config.batch + config.queue,
         )  # fmt: skip
     finally:
         engine.stop()
@@ -146,7 +144,7 @@ def _start(config: ServeConfig, service):
     from taco_jax.inference.serving.programs import RowPrograms
     from taco_jax.inference.text import missing_tokenizer
 
-    say = lambda text: print(text, file=sys.stderr, flush=True)
+    say = lambda text: cli.say(text, sys.stderr)
     begin = time.perf_counter()
     generator = config.generator()
     if generator.checkpoint.tokenizer is None:

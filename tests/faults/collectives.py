@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "min-bytes",
         "a message of exactly min_bytes goes uncompressed",
-        "taco_jax/collectives/options.py",
+        "taco_jax/collectives/call.py",
         "nbytes < least)",
         "nbytes <= least)",
         ("tests/test_collectives_lax.py -k below_min_bytes", "tests/test_tuned.py"),
@@ -118,9 +118,9 @@ MUTANTS = (
     Mutant(
         "codecs-swapped",
         "the backward message has the forward codec and the other way round",
-        "taco_jax/collectives/api.py",
-        'for codec, direction in zip(options.codecs, ("forward", "backward"), strict=True)',
-        'for codec, direction in zip(options.codecs[::-1], ("forward", "backward"), strict=True)',
+        "taco_jax/collectives/call.py",
+        "codec = c.codecs[DIRECTIONS.index(label.direction)].of(shape)",
+        "codec = c.codecs[1 - DIRECTIONS.index(label.direction)].of(shape)",
         ("tests/test_autodiff.py -k told_apart",),
     ),
     Mutant(

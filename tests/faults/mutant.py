@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,12 +45,21 @@ class Mutant:
             return f"{self.name}: its place occurs {found} times in {self.file}, must be once: {self.old.strip()!r}"
         if self.old == self.new:
             return f"{self.name}: changes nothing: {self.old.strip()!r}"
+        for entry in self.tests:
+            try:
+                selected = shlex.split(entry)[1:]
+            except ValueError as error:
+                return f"{self.name}: tests={entry!r}: {error}"
+            if selected and (len(selected) != 2 or selected[0] != "-k"):
+                return f"{self.name}: tests={entry!r}: must be FILE or FILE -k EXPRESSION"
         missing = [test for test in self.paths if not (root / test).is_file()]
         if missing or not self.tests:
             return f"{self.name}: tests={missing}: must be files of tests that exist"
         return None
 
     def apply(self, root: Path) -> None:
-        """Seeds the fault in the tree at `root`."""
+        """Seeds the fault in the tree at `root`. Raises ValueError where it has no place there."""
+        if (problem := self.problem(root)) is not None:
+            raise ValueError(problem)
         path = root / self.file
         path.write_text(path.read_text().replace(self.old, self.new))

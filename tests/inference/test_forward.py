@@ -156,7 +156,7 @@ def test_feedback_is_for_less_than_eight_bits(codec, link, feedback):
 def test_one_setting_is_one_segment_under_the_decoder_s_own_names():
     layout = Settings(2, "taco").layout(QWEN2, jax.devices()[0], decoding=False)
     assert [segment.sites_of for segment in layout.segments] == ["layers"]
-    assert layout.par.compression("layers/mlp/down").forward == CODECS["taco"]
+    assert layout.par.compression("layers/mlp/down").codecs[0] == CODECS["taco"]
     assert set(layout.scales()) == {"layers/attn/out", "layers/mlp/down"}  # a scale of ue5m3: the site scale is 1
     decoding = Settings(2, "taco").layout(QWEN2, jax.devices()[0], decoding=True)
     assert decoding.par.compression("layers/mlp/down").min_bytes == 1 << 16

@@ -182,6 +182,7 @@ def test_without_the_extra(monkeypatch):
 
     for name in [name for name in sys.modules if name.startswith("taco_jax.inference.serving")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(taco_jax.inference, "serving", raising=False)  # else the package keeps what is imported anew
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=re.escape("needs the package uvicorn: pip install 'taco-jax[serve]'")):
         serve.main(["--model", "x"])

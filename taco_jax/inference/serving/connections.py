@@ -20,6 +20,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from taco_jax import cli
 from taco_jax.inference.serving.errors import RequestError
 
 BACKLOG = 128
@@ -86,7 +87,7 @@ class Connections:
         now = time.monotonic()
         if now - self._warned.get(text, -REPEAT) >= REPEAT:
             self._warned[text] = now
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            cli.say(f"warning: {text}", sys.stderr)
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The event loop's handler of exceptions: a page for each connection that cannot be accepted is too much."""

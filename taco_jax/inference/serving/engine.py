@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from taco_jax import cli
 from taco_jax.inference.programs import bucket
 from taco_jax.inference.sampling import NOT_FINITE
 from taco_jax.inference.serving.jobs import Event, Job
@@ -121,7 +122,7 @@ class Engine:
                     self._read(started.popleft())
         except Exception as error:  # of the devices, mostly: what is in the cache is lost
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-            print(f"error: the engine has stopped: {reason}", file=sys.stderr, flush=True)
+            cli.say(f"error: the engine has stopped: {reason}", sys.stderr)
             self._fail(f"the engine has stopped ({reason})")
 
     def _wait(self, *, idle: bool) -> bool:

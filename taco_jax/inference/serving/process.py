@@ -19,6 +19,7 @@ from collections.abc import Callable
 import uvicorn
 from starlette.applications import Starlette
 
+from taco_jax import cli
 from taco_jax.config import ConfigError
 from taco_jax.inference.serving.connections import BACKLOG, Connections, Limits, room_for
 from taco_jax.inference.serving.service import Service
@@ -103,11 +104,7 @@ class _Server(uvicorn.Server):
     def _start_draining(self, name: str) -> None:
         left = self._service.answers
         self._service.drain()
-        print(
-            f"{name}: finishing {left} request{'' if left == 1 else 's'}; a second signal ends at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        cli.say(f"{name}: finishing {left} request{'' if left == 1 else 's'}; a second signal ends at once", sys.stderr)
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
