@@ -43,11 +43,10 @@ import accuracy_report
 import numpy as np
 import runs
 
-from taco_jax import cli
 from taco_jax.codec import CODECS, Codec
-from taco_jax.config import ConfigError, TrainConfig
-from taco_jax.config_check import check
-from taco_jax.metrics import flops_per_token
+from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.config.checks import check
+from taco_jax.train.metrics import flops_per_token
 
 MODELS = ("gpt2_124m", "gpt2_350m")
 EPOCHS, TOKENS = {"gpt2_124m": 3}, {"gpt2_350m": 40e6}

@@ -32,8 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from pallas_kernels.nvlink import hardware
-from taco_jax import Compression, cli
-from taco_jax.plan import LINKS
+from taco_jax import Compression
+from taco_jax.compression.compression import LINKS
+from taco_jax.config import cli
 
 CHAIN, PROGRAMS, ROUNDS = 4, 6, 3
 # Calls of a program of small arrays: to start one takes a few hundred microseconds.

@@ -24,11 +24,12 @@ import runs
 import timing
 
 from pallas_kernels import Geometry
-from taco_jax import backend, cli
 from taco_jax.codec import CODECS
+from taco_jax.compression import dispatch
+from taco_jax.config import cli
 
 OPERATIONS = ("encode", "decode", "reduce")
-WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or backend.without_format(codec))]
+WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))]
 RANKS = 4
 
 
@@ -42,7 +43,7 @@ def seconds(function, sets: list[tuple], programs: int = 8, repeats: int = 7) ->
 def copies(sets: list[tuple]) -> dict[str, float]:
     """GB/s, read plus written, of what moves an array of bf16 from one place to another."""
     candidates = {"negate (one XLA kernel)": lambda x: -x, "device to device (jnp copy)": jnp.copy}
-    if backend.choose("taco", jax.devices()[0], "bfloat16")[0] == "mosaic":
+    if dispatch.choose("taco", jax.devices()[0], "bfloat16")[0] == "mosaic":
         candidates["bulk copies (Mosaic kernel)"] = _bulk_copy
     moved = 2 * sets[0][0].nbytes
     return {name: moved / seconds(f, sets) / 1e9 for name, f in candidates.items()}
@@ -96,17 +97,17 @@ def measure(codec_name: str, implementation: str, sets, geometry: Geometry) -> d
     exponent = jnp.int32(-4) if codec.scale == "ue5m3" else None
     wire = codec.wire_bytes(n)
     own = dict(backend=implementation)
-    encode = lambda x: backend.encode(codec, geometry, x, exponent, **own)
+    encode = lambda x: dispatch.encode(codec, geometry, x, exponent, **own)
     wires = [(jax.jit(encode)(x)[0],) for (x,) in sets]
     both = [(w, x) for (w,), (x,) in zip(wires, sets, strict=True)]
     x_bytes, itemsize = sets[0][0].nbytes, sets[0][0].dtype.itemsize
     programs = {
         "encode": (encode, sets, x_bytes + RANKS * wire),
         "decode": (
-            lambda w: backend.decode(codec, geometry, w, jnp.bfloat16, exponent, **own), wires, x_bytes + RANKS * wire
+            lambda w: dispatch.decode(codec, geometry, w, jnp.bfloat16, exponent, **own), wires, x_bytes + RANKS * wire
         ),
         "reduce": (
-            lambda w, x: backend.reduce_encode(codec, geometry, w, x, 1, exponent, **own),
+            lambda w, x: dispatch.reduce_encode(codec, geometry, w, x, 1, exponent, **own),
             both, n * itemsize + (RANKS - 1) * wire + wire,
         ),
     }  # fmt: skip
@@ -168,9 +169,9 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     codecs = runs.codecs(args.codecs, pairs=False, exact=False)
     for name in codecs:
-        reason = backend.without_format(CODECS[name])
+        reason = dispatch.without_format(CODECS[name])
         runs.require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
-    implementations = runs.choices("--implementations", args.implementations, backend.BACKENDS)
+    implementations = runs.choices("--implementations", args.implementations, dispatch.BACKENDS)
     whole = args.elements > 0 and args.elements % (8192 * RANKS) == 0
     rule = f"must be a positive multiple of {8192 * RANKS}, whole tiles of {RANKS} messages"
     runs.require(whole, "--elements", args.elements, rule)
@@ -187,12 +188,12 @@ def main(arguments: Sequence[str]) -> None:
         results[codec] = {}
         for name in [*implementations, *([] if args.no_xla else ["jnp"])]:
             if name == "auto":
-                name = backend.choose(codec, jax.devices()[0], "bfloat16")[0]
+                name = dispatch.choose(codec, jax.devices()[0], "bfloat16")[0]
             if name in results[codec]:
                 continue
             try:
                 measured = measure(codec, name, sets, geometry)
-            except backend.KernelUnavailableError as error:
+            except dispatch.KernelUnavailableError as error:
                 print(f"{codec} {name}: {error}", flush=True)
                 continue
             for operation, r in measured.items():

@@ -26,11 +26,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import Compression, backend, cli
+from taco_jax import Compression
 from taco_jax.codec import CODECS
-from taco_jax.collectives import errors, to_varying
+from taco_jax.collectives import residuals, to_varying
 from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.message import Message
+from taco_jax.compression import dispatch
+from taco_jax.config import cli
 
 K, N, PLAYED = 4736, 3584, 4
 
@@ -109,16 +111,16 @@ def played_with_feedback(codec, x, w, error):
     x_S, rank = (x @ w + error).reshape(-1), jnp.int32(1)
     y_S, share, wires, wire = _hops(codec, x_S)
     message = Message("tp", every_size(codec), codec)
-    lost = errors.of_share(message, share, wires, x_S, rank, None, wire)
-    return y_S, errors.of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
+    lost = residuals.of_share(message, share, wires, x_S, rank, None, wire)
+    return y_S, residuals.of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
 
 
 def _hops(codec, x_S):
-    share = backend.Geometry(x_S.size, PLAYED, chunk_elements(codec, x_S.size, PLAYED))
-    wires, _ = backend.encode(codec, share, x_S)
-    wire, _ = backend.reduce_encode(codec, share, wires, x_S, jnp.int32(1))
+    share = dispatch.Geometry(x_S.size, PLAYED, chunk_elements(codec, x_S.size, PLAYED))
+    wires, _ = dispatch.encode(codec, share, x_S)
+    wire, _ = dispatch.reduce_encode(codec, share, wires, x_S, jnp.int32(1))
     gathered = jnp.broadcast_to(wire, (PLAYED, *wire.shape))
-    return backend.decode_chunks(codec, [share], [gathered], x_S.dtype), share, wires, wire
+    return dispatch.decode_chunks(codec, [share], [gathered], x_S.dtype), share, wires, wire
 
 
 def write(args, ranks: int, results: dict) -> None:

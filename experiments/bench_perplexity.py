@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import runs
 
-from taco_jax import cli
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError
+from taco_jax.config import ConfigError, cli
 
 
 class Scheme(NamedTuple):

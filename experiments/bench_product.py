@@ -32,9 +32,10 @@ from jax.sharding import PartitionSpec as P
 import taco_jax
 from pallas_kernels import product
 from pallas_kernels.nvlink import hardware
-from taco_jax import Compression, cli
-from taco_jax.backend import to_format
+from taco_jax import Compression
 from taco_jax.codec import CODECS
+from taco_jax.compression.dispatch import to_format
+from taco_jax.config import cli
 
 M, N, PLAYED = 16384, 3584, 4
 # name: (inner dimension of a rank at tp 4, whether the weights are [N, K])

@@ -30,8 +30,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import Compression, cli
-from taco_jax.plan import EXCHANGES, MAX_CHUNKS
+from taco_jax import Compression
+from taco_jax.compression.compression import EXCHANGES, MAX_CHUNKS
+from taco_jax.config import cli
 
 CHAIN, PROGRAMS = 4, 6
 

@@ -30,11 +30,11 @@ import jax.numpy as jnp
 import runs
 
 from pallas_kernels.nvlink import hardware
-from taco_jax import cli, step
-from taco_jax.config import ConfigError, TrainConfig
-from taco_jax.config_check import check
+from taco_jax.compression.compression import LINKS
+from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
-from taco_jax.plan import LINKS
+from taco_jax.train import step
 
 # Steps before the first that counts: allocation, the first collectives.
 WARM_UP = 2

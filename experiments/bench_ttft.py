@@ -42,17 +42,17 @@ import ttft_report
 
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware
-from taco_jax import cli, tuned
 from taco_jax.codec import as_codec
-from taco_jax.config import ConfigError
+from taco_jax.compression import tuned
+from taco_jax.compression.compression import LINKS
+from taco_jax.config import ConfigError, cli
+from taco_jax.inference.compiled import Programs
 from taco_jax.inference.loading import in_memory, load_params
-from taco_jax.inference.programs import Programs
 from taco_jax.inference.sampling import Sampling
 from taco_jax.inference.settings import Settings
 from taco_jax.mesh import make_mesh
 from taco_jax.models.config import validate
 from taco_jax.models.presets import PRESETS, preset
-from taco_jax.plan import LINKS
 
 VARIANTS = ("none", "free", "taco", "int8h", "int6h", "int4h", "int4h:auto:plain", "mxfp4")
 FEEDBACK = {"": None, "fed": True, "plain": False}

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import vocab
 from taco_jax.models import attention, chains, mlp
 from taco_jax.models.projections import add_bias
+from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp, to_varying
 
 WIDE = jnp.float32
@@ -91,10 +91,10 @@ def nll_sum(dtype):
             total, d_head_DV = carry
             x_CD, targets_C, weights_C = operands
             x_CD = x_CD.astype(dtype)
-            nll, d_logits_CV = vocab._chunk(axis, vocab_size, precision, cast_DV, x_CD, targets_C, weights_C)
+            nll, d_logits_CV = vocab_parallel._chunk(axis, vocab_size, precision, cast_DV, x_CD, targets_C, weights_C)
             d_logits_CV = d_logits_CV.astype(dtype)
             d_x_CD = jnp.matmul(d_logits_CV, cast_DV.T, precision=precision, preferred_element_type=WIDE)
-            d_head_DV += vocab._product(x_CD.T, d_logits_CV, precision)
+            d_head_DV += vocab_parallel._product(x_CD.T, d_logits_CV, precision)
             return (total + nll, d_head_DV), d_x_CD
 
         start = jnp.zeros_like(weights_nC[0, 0]), jnp.zeros_like(head_DV, WIDE)
@@ -106,7 +106,7 @@ def nll_sum(dtype):
         ct = to_varying(ct, axis)
         return d_x_nCD * ct, (d_head_DV * ct).astype(d_head_DV.dtype), None, None
 
-    vocab_nll_sum = vocab._nll_sum
+    vocab_nll_sum = vocab_parallel._nll_sum
     run.defvjp(forward, backward)
     return run
 
@@ -116,7 +116,7 @@ def sums_in_float32(dtype=jnp.bfloat16) -> Iterator[None]:
     """Gives what is traced inside its exact messages in float32. dtype: that of the activations."""
     changes = (
         (chains, "enter", enter), (chains, "row_sum", row_sum), (attention, "column", column), (mlp, "column", column),
-        (vocab, "copy_to_tp", copy_to_head), (vocab, "_nll_sum", nll_sum(jnp.dtype(dtype))),
+        (vocab_parallel, "copy_to_tp", copy_to_head), (vocab_parallel, "_nll_sum", nll_sum(jnp.dtype(dtype))),
     )  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     for module, name, function in changes:

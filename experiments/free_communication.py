@@ -22,8 +22,9 @@ from jax import lax
 from jax._src.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import cli, train
-from taco_jax.collectives import differentiable
+from taco_jax.collectives import vjp
+from taco_jax.config import cli
+from taco_jax.train import loop
 
 # A scope of names tells the lowering rules which collectives are messages. A size could not: with --chains a message is
 # as small as other sums are without.
@@ -69,11 +70,11 @@ def primitive_of(name: str):
 def messages_left_out():
     """Exact messages of taco_jax that are traced and lowered inside of it compile to what the rank has itself."""
     _teach_lowering()
-    differentiable.lax = _MarkedLax()
+    vjp.lax = _MarkedLax()
     try:
         yield
     finally:
-        differentiable.lax = lax
+        vjp.lax = lax
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def _rule(sent, free):
 def main(args) -> int:
     # Gradients of sums that are not there need not be finite, and the steps count all the same.
     with messages_left_out():
-        return train.main([*args, "--max-skipped-in-a-row", str(10**9)])
+        return loop.main([*args, "--max-skipped-in-a-row", str(10**9)])
 
 
 if __name__ == "__main__":

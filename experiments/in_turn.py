@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taco_jax import data, estimate
-from taco_jax.checkpoint import Checkpoints
+from taco_jax import data
 from taco_jax.config import TrainConfig
-from taco_jax.metrics import read_records
-from taco_jax.preemption import StopRequests
-from taco_jax.step import Program, build
-from taco_jax.train import Run
-from taco_jax.workdir import CHECKPOINTS, METRICS, open_workdir
+from taco_jax.launch.preemption import StopRequests
+from taco_jax.train import dry_run
+from taco_jax.train.checkpoint import Checkpoints
+from taco_jax.train.loop import Run
+from taco_jax.train.metrics import read_records
+from taco_jax.train.step import Program, build
+from taco_jax.train.workdir import CHECKPOINTS, METRICS, open_workdir
 
 
 class Programs:
@@ -82,7 +83,7 @@ class Programs:
                 self._built[name] = build(self._config_of(name), self.mesh)
             program = self._built[name]
             if part == "step":
-                found = estimate.trace(program)
+                found = dry_run.trace(program)
                 self._choices[name] = {f"{codec} {what}": [n for n, _ in ways] for (codec, what), ways in found.items()}
             elif part == "step_with_stats" and _measures(program):
                 program.lowered_with_stats  # noqa: B018 (the property traces)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import runs
 
-from taco_jax import cli
+from taco_jax.config import cli
 
 HERE = Path(__file__).parent
 LINKS = {

@@ -1,6 +1,6 @@
 """Shared by the studies: check their arguments, run the trainer in a process of its own, say how a table was made.
 
-Their main functions run under `taco_jax.cli.run`: a ConfigError is one line on stderr and exit code 2.
+Their main functions run under `taco_jax.config.cli.run`: a ConfigError is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from taco_jax import cli
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError, TrainConfig, nearest
-from taco_jax.config_check import check
-from taco_jax.metrics import read_records
-from taco_jax.workdir import METRICS
+from taco_jax.config import ConfigError, TrainConfig, cli, nearest
+from taco_jax.config.checks import check
+from taco_jax.train.metrics import read_records
+from taco_jax.train.workdir import METRICS
 
 TRAINER = ("-m", "taco_jax.train")
 # A study says which run failed, and goes on with the others.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import runs
 
-from taco_jax import cli
+from taco_jax.config import cli
 
 
 def summarise(losses: dict[str, dict[str, float]], base: str) -> dict:
@@ -130,7 +130,7 @@ def report(out: Path, title: str, ran: dict[str, dict[str, list[dict]]], named_c
 
 def draw(out: Path, codecs: list[str], seed: str) -> None:
     """The loss curves of one seed on one picture."""
-    from taco_jax import plot
+    from taco_jax.train import plot
 
     with tempfile.TemporaryDirectory() as folder:
         folders = []

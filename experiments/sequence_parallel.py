@@ -19,9 +19,8 @@ from pathlib import Path
 
 import runs
 
-from taco_jax import cli
-from taco_jax.config import TrainConfig
-from taco_jax.config_check import REMAT
+from taco_jax.config import TrainConfig, cli
+from taco_jax.config.checks import REMAT
 
 OWN = {
     "sequence-parallel": "the study compares both",
@@ -31,13 +30,13 @@ OWN = {
 
 
 def measure(config: TrainConfig, remat: str, length: int, on: bool) -> dict[str, float]:
-    from taco_jax import estimate, step
     from taco_jax.mesh import make_mesh
+    from taco_jax.train import dry_run, step
 
     data = dataclasses.replace(config.data, sequence_length=length)
     config = dataclasses.replace(config, data=data, remat=remat, sequence_parallel=on)
     program = step.build(config, make_mesh(config.mesh.dp, 1, config.mesh.tp))
-    memory = estimate.memory(program)
+    memory = dry_run.memory(program)
     rows = program.table.rows()
     return {
         "temporary_gb": memory.temporary / 1e9,

@@ -25,8 +25,7 @@ from pathlib import Path
 import runs
 from seed_study import compared, summarise
 
-from taco_jax import cli
-from taco_jax.config import ConfigError
+from taco_jax.config import ConfigError, cli
 
 CONFIG = Path(__file__).parent / "three_axes.py"
 BASE = "exact"

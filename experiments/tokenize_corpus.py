@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import runs
 
-from taco_jax import cli
-from taco_jax.config import ConfigError
+from taco_jax.config import ConfigError, cli
 
 END = "<|endoftext|>"
 

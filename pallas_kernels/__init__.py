@@ -1,8 +1,8 @@
 """Fused GPU kernels for the block codec, and `choose`, which says what runs an operation on a device.
 
 This package imports nothing from `taco_jax`: it takes a `KernelSpec` and a device, and answers with the name of a
-backend and the reason. `taco_jax/backend.py` asks, and owns the fallback, the pure `jnp` codec, which is the reference
-that every kernel is tested against.
+backend and the reason. `taco_jax/compression/dispatch.py` asks, and owns the fallback, the pure `jnp` codec, which
+is the reference that every kernel is tested against.
 
 | backend  | devices                                           | is in                                    |
 |----------|---------------------------------------------------|------------------------------------------|

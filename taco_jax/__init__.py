@@ -7,8 +7,8 @@ import importlib
 
 from taco_jax.codec import CODECS, UNCALIBRATED, Codec
 from taco_jax.collectives import all_gather, all_to_all, copy, ppermute, psum, psum_scatter, psum_with_feedback
-from taco_jax.plan import Compression, Plan
-from taco_jax.scales import SiteScales, update_scales
+from taco_jax.compression.compression import Compression, Plan
+from taco_jax.compression.site_scales import SiteScales, update_scales
 
 __version__ = "0.1.0"
 
@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.
-_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.layers") | {
+_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.nn.nnx") | {
     "Generator": "taco_jax.inference.generator"
 }
 _MODULES = ("linen", "tensor_parallel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from taco_jax import cli
+from taco_jax.config import cli
 from taco_jax.inference.serve import main
 
 if __name__ == "__main__":

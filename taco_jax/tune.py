@@ -4,8 +4,8 @@
 
 For each size and codec it times psum with the codec against psum without, in turn: in two hops, the first as one
 all_to_all and as a ring, and in one hop (one-shot); then the faster of the two in chunks, and one-shot too. Prints a
-table and puts the result into the file that layers read (`taco_jax.tuned`), under the device's name, the number of
-ranks and the link; measure each link by itself (`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
+table and puts the result into the file that layers read (`taco_jax.compression.tuned`), under the device's name, the
+number of ranks and the link; measure each link by itself (`NCCL_P2P_DISABLE=1 python -m taco_jax.tune`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from taco_jax import cli
 from taco_jax.codec import CODECS, FLOAT_DTYPES
-from taco_jax.config import ConfigError, nearest
-from taco_jax.plan import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS, Compression
+from taco_jax.compression.compression import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS, Compression
+from taco_jax.config import ConfigError, cli, nearest
 
 FACTOR = 4  # from one message size to the next
 TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
@@ -138,7 +137,7 @@ def main(args: Sequence[str]) -> int:
     )
     cli.select_devices(config.devices)
     from pallas_kernels import KernelUnavailableError
-    from taco_jax import tuned
+    from taco_jax.compression import tuned
 
     try:
         tune(config)
@@ -159,7 +158,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     """
     import jax
 
-    from taco_jax import backend, tuned
+    from taco_jax.compression import dispatch, tuned
 
     devices = cli.devices(config.devices)
     ranks = len(devices) if config.ranks is None else config.ranks
@@ -173,7 +172,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     if not 2 <= ranks <= len(devices):
         raise ConfigError(f"ranks={ranks}: must be at least 2 and at most the {len(devices)} devices there are")
     for codec in config.codecs:
-        backend.check_backend(codec, devices[0], config.dtype, config.backend)
+        dispatch.check_backend(codec, devices[0], config.dtype, config.backend)
     file = Path(config.output) if config.output else tuned.path("gpu") or tuned.default_path()
     # Raises now what it would raise at the end.
     tuned.check_writable(file)
@@ -227,7 +226,7 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
 
 def result_of(points: Sequence[Point]):
     """What the file says of a codec."""
-    from taco_jax import tuned
+    from taco_jax.compression import tuned
 
     best = [(p.bytes, p.chunks, p.exchange) for p in points if p.algorithm == "two_shot"]
     sums = [(p.bytes, p.chunks, p.algorithm) for p in winners(points)]
@@ -270,9 +269,9 @@ def _best(config: TuneConfig, mesh, codec: str, nbytes: int, algorithms: Sequenc
 
 def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
     """Whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
-    from taco_jax import backend
+    from taco_jax.compression import dispatch
 
-    with backend.record() as choices:
+    with dispatch.record() as choices:
         _program(mesh, 1, Compression(codec, backend=config.backend, chunks=1, min_bytes=0)).trace(x)
     return any(name == "nvlink" for found in choices.values() for name, _ in found)
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import AmaxSlot, CompressedDense, SiteScale, linen
+from taco_jax import AmaxSlot, CompressedDense, SiteScale
+from taco_jax.nn import linen
 from taco_jax.tensor_parallel import REMAT_NAMES
 
 D, F, LAYERS = 64, 128, 2

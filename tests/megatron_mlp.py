@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import tensor_parallel as tp
+from taco_jax.nn import tensor_parallel as tp
 
 D, F, L = 32, 64, 24
 EXACT = jax.lax.Precision.HIGHEST

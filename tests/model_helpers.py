@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
+from taco_jax.compression.compression import Compression, Plan
+from taco_jax.compression.site_scales import UNCALIBRATED, SiteScales
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.parallel import Parallel
-from taco_jax.plan import Compression, Plan
-from taco_jax.scales import UNCALIBRATED, SiteScales
+from taco_jax.models.run_config import Parallel
 
 QWEN2 = ModelConfig(
     vocab_size=300, d_model=32, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, d_mlp=64, qkv_bias=True, max_length=64
@@ -160,7 +160,7 @@ def _host_params(config: ModelConfig, tp: int, seed: int):
 
 @functools.cache
 def _compiled(run: Run):
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = run.value_and_grad().lower(*run.arguments())
     return lowered.compile(), table
 

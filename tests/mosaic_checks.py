@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Geometry, KernelSpec, choose
-from taco_jax import Codec, backend
+from taco_jax import Codec
+from taco_jax.compression import dispatch
 
 SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3)
 KINDS = ("gaussian", "zero", "inf", "nan", "huge", "tiny")
@@ -72,11 +73,11 @@ def reference(codec: Codec, geometry, dtype, operation, x, exponent=None, key=No
 
     @jax.jit
     def run(x, exponent, key):
-        first = wires, _ = backend.encode(codec, geometry, x, exponent, key, backend="jnp")
+        first = wires, _ = dispatch.encode(codec, geometry, x, exponent, key, backend="jnp")
         if operation == "encode":
             return first, wires
         given = arguments(geometry, dtype, operation, x, wires, exponent, key, rank)
-        return getattr(backend, operation)(codec, *given, backend="jnp"), wires
+        return getattr(dispatch, operation)(codec, *given, backend="jnp"), wires
 
     with jax.default_device(jax.devices("cpu")[0]):
         exponent = None if exponent is None else jnp.int32(exponent)
@@ -97,7 +98,7 @@ def check_wires(codec: Codec, n: int, operation: str, ours, theirs, most: float 
     elements = _different_elements(codec, n, wires, wanted) if operation.startswith("reduce") else wires.size
     exact = exact and operation == "encode" and codec.rotation == "none"
     if codec.scale == "float32" and not exact:
-        (offset, length), *planes = backend.to_format(codec).sections(n)
+        (offset, length), *planes = dispatch.to_format(codec).sections(n)
         scale = lambda w: np.stack([w[..., o : o + m] for o, m in planes], -1).view(np.float32)
         np.testing.assert_allclose(scale(wires), scale(wanted), rtol=2e-6)  # NaN equals NaN
         wires, wanted = (w[..., offset : offset + length] for w in (wires, wanted))
@@ -148,10 +149,10 @@ def check_wide_sum(codec: Codec, geometry, dtype: str, **options) -> None:
 
     @jax.jit
     def ours(wires, x):
-        fmt = backend.to_format(codec, encodes=False)
+        fmt = dispatch.to_format(codec, encodes=False)
         return mosaic.reduce_decode(fmt, geometry, wires, x, jnp.int32(1), dtype=jnp.dtype("float32"), **options)
 
-    theirs = jax.jit(lambda w, x: backend.reduce_decode(codec, geometry, w, x, 1, dtype="float32", backend="jnp"))
+    theirs = jax.jit(lambda w, x: dispatch.reduce_decode(codec, geometry, w, x, 1, dtype="float32", backend="jnp"))
     with jax.default_device(jax.devices("cpu")[0]):
         expected = np.asarray(theirs(wires, x))
     assert expected.dtype == np.float32

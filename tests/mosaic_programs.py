@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels import Format, Geometry, mosaic
 from pallas_kernels.formats import ELEMENTS
 from taco_jax import CODECS
-from taco_jax.backend import without_format
+from taco_jax.compression.dispatch import without_format
 
 OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
 # A sum wider than its terms, as between the levels of a sum over several hosts.
@@ -58,6 +58,7 @@ def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages:
 
 
 def obstacle(fmt: Format, operation: str, dtype: str, n: int, messages: int) -> str | None:
-    """Why the kernels cannot do it; a sum of wires asks what a reduction asks, as `taco_jax.backend` does."""
+    """Why the kernels cannot do it; a sum of wires asks what a reduction asks, as `taco_jax.compression.dispatch`
+    does."""
     kind = operation if operation in ("encode", "decode") else "reduce"
     return mosaic.obstacle(fmt, kind, dtype, Geometry(n * messages, messages, n))

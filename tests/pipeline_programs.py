@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from model_helpers import GPT2, by_path, unpadded
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.config import (
     CompressionConfig,
     DataConfig,
@@ -17,10 +17,10 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.config import pipeline_schedule as schedule_of
-from taco_jax.config_check import check
+from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
 from taco_jax.pipeline import layout
-from taco_jax.step import Program, build
+from taco_jax.train.step import Program, build
 
 EXACT = TrainConfig(
     model=dataclasses.replace(GPT2, n_layers=4),
@@ -80,7 +80,7 @@ class Result(NamedTuple):
     loss: float
     grads: dict[str, np.ndarray]  # by path, of the shapes that checkpoints have
     measures: dict[str, np.ndarray]
-    table: sites.Table
+    table: comm_log.Table
     compiled: Any
 
 
@@ -97,7 +97,7 @@ def gradients(config: TrainConfig, with_stats: bool = False) -> Result:
 
 def _gradients(p: Program, with_stats: bool) -> Result:
     function = jax.jit(lambda state, tokens: p._gradients(state, tokens, with_stats))
-    with sites.record() as table:
+    with comm_log.record() as table:
         compiled = function.lower(p.state_shapes, p.batch_shapes["tokens"]).compile()
     loss, grads, measures = compiled(state(p), batch(p)["tokens"])
     chunks = layout.chunks_of(schedule_of(p.config))

@@ -6,8 +6,8 @@ from unittest import mock
 
 from helpers import REPOSITORY
 
-from taco_jax import cli, step
-from taco_jax.config import CheckpointConfig, EvalConfig, MetricsConfig, TrainConfig
+from taco_jax.config import CheckpointConfig, EvalConfig, MetricsConfig, TrainConfig, cli
+from taco_jax.train import step
 
 # The quickstart's own file, cut down, with codecs on two axes. Tests that need any compiled step take this one.
 FILE = REPOSITORY / "experiments" / "quickstart.py"

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from taco_jax import cli
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -15,9 +14,10 @@ from taco_jax.config import (
     MetricsConfig,
     OptimizerConfig,
     TrainConfig,
+    cli,
 )
-from taco_jax.metrics import read_records
 from taco_jax.models.config import ModelConfig
+from taco_jax.train.metrics import read_records
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def losses(records):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["none", "taco"])
 def test_a_run_is_the_trainers(in_turn, row, tmp_path):
-    from taco_jax.train import train
+    from taco_jax.train.loop import train
 
     compression = dataclasses.replace(TINY.compression, forward=row, backward=row)
     alone = dataclasses.replace(TINY, seed=3, workdir=str(tmp_path / "run"), compression=compression)
@@ -385,7 +385,7 @@ def test_float32_sums_are_rounded_once(in_turn):
     from jax.sharding import PartitionSpec as P
 
     from taco_jax.models import chains, mlp
-    from taco_jax.models.parallel import Parallel
+    from taco_jax.models.run_config import Parallel
 
     mesh, par = in_turn.made.mesh, Parallel(plan={}, dtype=jnp.bfloat16)
     rng = np.random.default_rng(0)

@@ -19,9 +19,10 @@ from shards import per_rank
 import taco_jax
 from pallas_kernels import Format, Geometry, KernelUnavailableError, selection
 from pallas_kernels.devices import region_device
-from taco_jax import CODECS, Codec, backend, noise
-from taco_jax.codec import as_codec
+from taco_jax import CODECS, Codec
+from taco_jax.codec import as_codec, stochastic_rounding
 from taco_jax.compat import varying_axes
+from taco_jax.compression import dispatch
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
@@ -47,22 +48,22 @@ class Package:
         codec = self.note("encode", fmt, geometry)
         assert x.shape == (geometry.elements,) and (seed is None) == (fmt.rounding == "nearest")
         assert exponent is None or exponent.dtype == jnp.int32
-        return self._encode(codec, codec.to_blocks(backend._messages(x, geometry)), exponent, seed)
+        return self._encode(codec, codec.to_blocks(dispatch._messages(x, geometry)), exponent, seed)
 
     def _encode(self, codec, z, exponent, seed):
         if seed is None:
             return codec.encode_blocks(z, exponent=exponent)
         assert seed.shape == (2,) and seed.dtype == jnp.uint32
-        old, noise.seed_of = noise.seed_of, lambda key: key
+        old, stochastic_rounding.seed_of = stochastic_rounding.seed_of, lambda key: key
         try:
             return codec.encode_blocks(z, exponent=exponent, key=seed)
         finally:
-            noise.seed_of = old
+            stochastic_rounding.seed_of = old
 
     def _sum(self, codec, geometry, wires, x, rank, exponent):
         assert wires.shape == (geometry.messages, codec.wire_bytes(geometry.per_message))
         assert rank.shape == () and rank.dtype == jnp.int32
-        return backend._sum_blocks(codec, wires, backend._own(x, geometry, rank), rank, exponent)
+        return dispatch._sum_blocks(codec, wires, dispatch._own(x, geometry, rank), rank, exponent)
 
     def reduce_encode(self, fmt, geometry, wires, x, rank, exponent, seed):
         codec = self.note("reduce_encode", fmt, geometry)
@@ -75,17 +76,17 @@ class Package:
 
     def sum_decode(self, fmt, wires, n, dtype, exponent):
         codec = self.note("sum_decode", fmt, n)
-        return backend.sum_decode(codec, wires, n, dtype, exponent, backend="jnp")
+        return dispatch.sum_decode(codec, wires, n, dtype, exponent, backend="jnp")
 
     def decode(self, fmt, geometry, wires, dtype, exponent):
         codec = self.note("decode", fmt, geometry)
         assert geometry.is_whole and fmt.rounding == "nearest"
-        return backend.decode(codec, geometry, wires, dtype, exponent, backend="jnp")
+        return dispatch.decode(codec, geometry, wires, dtype, exponent, backend="jnp")
 
     def _decode_into(self, fmt, geometry, wires, into, exponent):
         codec = self.note("decode_into", fmt, geometry)
         p, n = geometry.messages, geometry.per_message
-        rows = backend.decode(codec, Geometry(p * n, p, n), wires, into.dtype, exponent, backend="jnp").reshape(p, n)
+        rows = dispatch.decode(codec, Geometry(p * n, p, n), wires, into.dtype, exponent, backend="jnp").reshape(p, n)
         for i, row in enumerate(rows):
             start = geometry.offset + i * geometry.distance
             into = into.at[start : start + n].set(row[: max(0, geometry.elements - start)], mode="drop")
@@ -98,8 +99,8 @@ def package(monkeypatch):
 
     def install(codec, into=False):
         made = Package(as_codec(codec), into)
-        monkeypatch.setattr(backend, "choose_kernel", lambda spec, device, force: (force or "mosaic", "a test"))
-        monkeypatch.setattr(backend, "load_kernels", lambda name: made)
+        monkeypatch.setattr(dispatch, "choose_kernel", lambda spec, device, force: (force or "mosaic", "a test"))
+        monkeypatch.setattr(dispatch, "load_kernels", lambda name: made)
         return made
 
     return install
@@ -194,12 +195,12 @@ def test_results_of_kernels_vary_like_their_inputs(package, monkeypatch):
     def f(x):
         geometry, rank = Geometry(32, 4, 8), jax.lax.axis_index("tp")
         codec = CODECS["int8h"]
-        wires, measure = backend.encode(codec, geometry, x, 3)
-        wire, second = backend.reduce_encode(codec, geometry, wires, x, rank)
-        y = backend.reduce_decode(codec, geometry, wires, x, rank)
+        wires, measure = dispatch.encode(codec, geometry, x, 3)
+        wire, second = dispatch.reduce_encode(codec, geometry, wires, x, rank)
+        y = dispatch.reduce_decode(codec, geometry, wires, x, rank)
         types.update({k: varying_axes(v) for k, v in locals().items() if isinstance(v, jax.Array)})
         gathered = jax.lax.all_gather(wire, "tp", to="invarying")
-        types["decoded"] = varying_axes(backend.decode(codec, geometry, gathered, x.dtype))
+        types["decoded"] = varying_axes(dispatch.decode(codec, geometry, gathered, x.dtype))
         return y
 
     per_rank(f, 4).lower(np.zeros((4, 32), np.float32))
@@ -234,7 +235,7 @@ def test_the_region_says_which_device(monkeypatch):
     assert seen.pop() == H100
     asked = []
     monkeypatch.setattr(
-        backend, "choose_kernel", lambda spec, device, force: asked.append((spec, device)) or ("jnp", "")
+        dispatch, "choose_kernel", lambda spec, device, force: asked.append((spec, device)) or ("jnp", "")
     )
     f = lambda x: spelled_out.psum(x, "tp", codec="int6h")
     with jax.sharding.use_abstract_mesh(mesh):
@@ -253,8 +254,8 @@ def test_a_forced_backend_that_cannot_run_raises_when_traced():
             run("psum", x_P, ranks=2, codec="taco", backend=force)
     run("psum", x_P, ranks=2, codec="none", backend="mosaic")  # nothing to encode
     with pytest.raises(KernelUnavailableError):
-        backend.check_backend("taco", SimpleNamespace(platform="cpu", device_kind="cpu"), "bfloat16", "triton")
-    backend.check_backend("taco", jax.devices()[0], "bfloat16", "auto")
+        dispatch.check_backend("taco", SimpleNamespace(platform="cpu", device_kind="cpu"), "bfloat16", "triton")
+    dispatch.check_backend("taco", jax.devices()[0], "bfloat16", "auto")
 
 
 def test_layers_force_a_backend_too():
@@ -271,17 +272,17 @@ def test_kernels_refuse_what_they_lack(changes, device, monkeypatch):
     monkeypatch.setattr(selection, "_triton_missing", lambda: None)
     codec = dataclasses.replace(CODECS["mxfp4"], **changes)
     for operation in ("encode", "reduce", "decode"):
-        name, reason = backend.choose(codec, device, "bfloat16", operation=operation)
+        name, reason = dispatch.choose(codec, device, "bfloat16", operation=operation)
         (value,) = changes.values()
         assert name == "jnp" and str(value) in reason and "\n" not in reason
         with pytest.raises(KernelUnavailableError, match=f"cannot {operation} codec .*{value}"):
             forced = "mosaic" if device is H100 else "triton"
-            backend.choose(codec, device, "bfloat16", operation=operation, backend=forced)
+            dispatch.choose(codec, device, "bfloat16", operation=operation, backend=forced)
 
 
 def test_formats_are_codecs():
     for name, codec in CODECS.items():
-        if codec.exact or backend.without_format(codec):
+        if codec.exact or dispatch.without_format(codec):
             continue
-        fmt = backend.to_format(codec)
+        fmt = dispatch.to_format(codec)
         assert fmt.wire_bytes(1000) == codec.wire_bytes(1000), name

@@ -11,7 +11,7 @@ from model_helpers import CONFIGS, GPT2, QWEN2, Run, assert_gradients_close
 
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, TrainConfig
 from taco_jax.models import chains
-from taco_jax.step import build, summarise_stats
+from taco_jax.train.step import build, summarise_stats
 
 BATCH = 8
 # Two ranks exchange: every value is quantised in one block, whichever message it travels in. Blocks of 128 do not

@@ -22,11 +22,11 @@ from helpers import REPOSITORY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.checkpoint import CheckpointError, Checkpoints, SaveError
 from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
-from taco_jax.digests import _on_device as digest_on_device
-from taco_jax.digests import digests
-from taco_jax.workdir import locked, open_workdir, set_aside, write_text
+from taco_jax.train.checkpoint import CheckpointError, Checkpoints, SaveError
+from taco_jax.train.digests import _on_device as digest_on_device
+from taco_jax.train.digests import digests
+from taco_jax.train.workdir import locked, open_workdir, set_aside, write_text
 
 VOCAB = 60
 
@@ -390,7 +390,7 @@ def test_folders_that_are_no_workdir(tmp_path):
 
 def test_a_lock_ends_with_its_process(tmp_path):
     """Killed, it leaves its name in the file and nothing that holds."""
-    code = "import time; from taco_jax.workdir import locked\nwith locked('.'): print(flush=True); time.sleep(99)"
+    code = "import time; from taco_jax.train.workdir import locked\nwith locked('.'): print(flush=True); time.sleep(99)"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path, env=environment)
     try:

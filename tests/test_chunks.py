@@ -15,7 +15,8 @@ from shards import bits_of_every_device, per_rank
 
 import taco_jax
 from pallas_kernels import Geometry
-from taco_jax import CODECS, Codec, Compression, sites
+from taco_jax import CODECS, Codec, Compression
+from taco_jax.collectives import comm_log
 from taco_jax.collectives.chunks import ROWS, TILE, chunk_elements, cut
 
 OPERATIONS = {
@@ -73,7 +74,7 @@ def draw(ranks, dtype=np.float32):
 
 
 def sent(program, x_P):
-    with sites.record() as table:
+    with comm_log.record() as table:
         compiled = program.lower(x_P).compile()
     (row,) = table.rows()
     assert sorted(row.hlo) == collectives(compiled)  # the site table says what the program does

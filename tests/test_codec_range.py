@@ -1,4 +1,5 @@
-"""How large values may be: where blocks of finite values come back finite, as the top of `taco_jax/codec.py` says."""
+"""How large values may be: where blocks of finite values come back finite, as the top of `taco_jax/codec/codec.py`
+says."""
 
 import dataclasses
 

@@ -22,7 +22,8 @@ from reference_collectives import (
 from shards import bits_of_every_device, per_rank
 
 import taco_jax
-from taco_jax import Codec, sites
+from taco_jax import Codec
+from taco_jax.collectives import comm_log
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -71,7 +72,7 @@ def check_operation(operation, codec, ranks, dtype, reference=None, fall=0):
         return run(x, "tp", codec=codec, scales=scales, site="here")
 
     program = per_rank(f, ranks, invarying_out=invarying)
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = program.lower(x_P)
     compiled = lowered.compile()
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 
 LAX = {
     "psum": (lambda x, **kw: spelled_out.psum(x, "tp", **kw), lambda x: lax.psum(x, "tp")),
@@ -87,7 +87,7 @@ def test_trees_and_integers(name):
         "mask": floats[..., :3] > 0 if name not in ("psum", "psum_scatter", "psum_scatter_untiled") else None,
     }
     both = lambda x: (ours(x, codec="int8h", site="tree"), jax.tree.map(theirs, x))
-    with sites.record() as table:
+    with comm_log.record() as table:
         y, expected = per_rank(both, 4, invarying_out=invarying)(tree)
     assert jax.tree.structure(y) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(y), jax.tree.leaves(expected)):

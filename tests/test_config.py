@@ -16,7 +16,6 @@ from helpers import REPOSITORY
 
 import taco_jax.config
 import taco_jax.models.config
-from taco_jax import cli
 from taco_jax.codec import CODECS
 from taco_jax.config import (
     CompressionConfig,
@@ -24,6 +23,7 @@ from taco_jax.config import (
     DataConfig,
     MeshConfig,
     TrainConfig,
+    cli,
     codec_pair,
     flatten,
     keys,
@@ -33,7 +33,7 @@ from taco_jax.config import (
     with_codecs,
     with_compression,
 )
-from taco_jax.config_check import REMAT, check
+from taco_jax.config.checks import REMAT, check
 
 EXPERIMENTS = (
     "quickstart", "qwen7b", "gpt3_6p7b", "gpt2_1p5b", "gpt2_1p5b_24h", "gpt2_350m", "gpt2_124m", "qwen2_0p5b",
@@ -402,7 +402,7 @@ def test_sequence_parallelism_is_on_where_it_pays(changes, on, why):
 
 
 def test_names_shared_with_other_modules():
-    from taco_jax.models.parallel import REMAT as models_remat
+    from taco_jax.models.run_config import REMAT as models_remat
 
     assert set(REMAT) == set(models_remat)
     assert {"taco", "none"} <= set(CODECS)
@@ -458,8 +458,8 @@ def test_help_lists_every_key(run_python):
 
 def test_config_starts_no_backend(run_python):
     code = """
-from taco_jax.cli import parse
-from taco_jax.config_check import check
+from taco_jax.config.cli import parse
+from taco_jax.config.checks import check
 check(parse(["--mesh.tp", "2"]))
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from model_helpers import compare_replicas
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.config import DataParallelConfig, MeshConfig, TrainConfig
-from taco_jax.data_parallel import DataParallel
+from taco_jax.train.data_parallel import DataParallel
 
 # No dim of the norms divides; ranks along tp have parts of the others.
 SHAPES = {
@@ -64,7 +64,7 @@ def errors(got, want):
 def reduced(dp):
     """(what `reduce` gives, the sums, rows of the table, collectives of the compiled program)"""
     partial = tree((dp.ranks,))
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = jax.jit(dp.reduce).lower(put(dp, partial, dp.partial_specs))
     compiled = lowered.compile()
     got = compiled(put(dp, partial, dp.partial_specs))
@@ -184,7 +184,7 @@ def test_copies_follow_their_masters(parameters, compute_dtype, dtypes):
     start = put(d, tree(), d.specs)
     masters = jitted(d, "own")(start)
     copy = jax.tree.map(lambda x: x.astype(d.copy_dtype), start) if d.has_copy else None
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = jax.jit(d.spread).lower(masters, copy)
     compiled = lowered.compile()
     assert collectives(compiled) == sorted(h for row in table.rows() for h in row.hlo)

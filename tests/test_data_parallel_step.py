@@ -10,8 +10,6 @@ import pytest
 from hlo import collectives
 from model_helpers import assert_gradients_close, by_path, compare_replicas, unpadded
 
-from taco_jax import train as trainer
-from taco_jax.checkpoint import Checkpoints
 from taco_jax.codec import CODECS
 from taco_jax.config import (
     CheckpointConfig,
@@ -25,7 +23,9 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.mesh import make_mesh
-from taco_jax.step import build
+from taco_jax.train import loop as trainer
+from taco_jax.train.checkpoint import Checkpoints
+from taco_jax.train.step import build
 
 # Three layers of width 36: most leaves have a dim that 2, 4 or 8 ranks divide, norms have none that 8 do.
 MODEL = ModelConfig(

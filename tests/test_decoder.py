@@ -12,8 +12,8 @@ from model_helpers import CONFIGS, GPT2, LLAMA, QWEN2, Run, assert_gradients_clo
 
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig, valid_tp, validate
-from taco_jax.models.parallel import Parallel
 from taco_jax.models.presets import PRESETS, preset
+from taco_jax.models.run_config import Parallel
 
 SLOW = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from helpers import REPOSITORY, until
 from programs import shared_programs
 from test_rendezvous import free_port
 
-from taco_jax.cli import load
 from taco_jax.config import MeshConfig
-from taco_jax.metrics import read_records
-from taco_jax.train import train
+from taco_jax.config.cli import load
+from taco_jax.train.loop import train
+from taco_jax.train.metrics import read_records
 
 CONFIG = """
 from taco_jax.config import *
@@ -238,7 +238,7 @@ def test_a_setting_that_one_process_cannot_use_stops_all(start, tmp_path):
 
 def test_settings_reach_the_config_file(start, tmp_path):
     """What only says how a run is started may change from one resume to the next without a remark."""
-    from taco_jax.workdir import open_workdir
+    from taco_jax.train.workdir import open_workdir
 
     (tmp_path / "config.py").write_text(
         CONFIG.format(width=16, dp=2, tp=4, codec="none", every=9, between=None, hosts=None)

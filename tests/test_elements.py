@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reference_codec import SMALL_FLOATS, round_to
 
-from taco_jax.elements import ELEMENTS, from_codes, to_codes
+from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

@@ -8,7 +8,7 @@ import pytest
 from programs import CONFIG
 
 from pallas_kernels import OPERATIONS
-from taco_jax import backend, estimate, step, tuned
+from taco_jax.compression import dispatch, tuned
 from taco_jax.config import (
     CompressionConfig,
     ConfigError,
@@ -16,6 +16,7 @@ from taco_jax.config import (
     MeshConfig,
 )
 from taco_jax.mesh import make_mesh
+from taco_jax.train import dry_run, step
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def program():
 
 
 def test_memory_is_that_of_the_arrays(program):
-    memory = estimate.memory(program)
+    memory = dry_run.memory(program)
     state = program.init(jax.random.key(0))
     local = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
     assert memory.params == memory.gradients == local(state.params)
@@ -35,7 +36,7 @@ def test_memory_is_that_of_the_arrays(program):
 
 def test_report_allocates_nothing_and_lists_every_site(program):
     before = jax.live_arrays()  # held: another test's array that is collected meanwhile does not count
-    text = estimate.report(CONFIG, program.mesh)
+    text = dry_run.report(CONFIG, program.mesh)
     assert {*map(id, jax.live_arrays())} <= {*map(id, before)}
     for site in ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head"):
         assert re.search(rf"^  {site} .* (taco|int8h) ", text, re.M), site
@@ -49,7 +50,7 @@ def test_report_allocates_nothing_and_lists_every_site(program):
 
 
 def test_what_runs_the_codecs_is_one_line_where_it_is_one(program, monkeypatch):
-    text = lambda choices: estimate._kernel_text(program, choices).splitlines()[1:-2]
+    text = lambda choices: dry_run._kernel_text(program, choices).splitlines()[1:-2]
     jnp, mosaic = ("jnp", "too many"), ("mosaic", "runs")
     same = {(codec, operation): [mosaic] for codec in ("int8h", "taco") for operation in OPERATIONS}
     assert text(same) == [f"  {c:12} mosaic: runs" for c in ("int8h", "taco")]
@@ -71,7 +72,7 @@ def kernels(**compression):
     compression = CompressionConfig("taco", "int8h", **compression)
     config = dataclasses.replace(CONFIG, compression=compression, data_parallel=DataParallelConfig(gradients="none"))
     program = step.build(config, make_mesh(2, 1, 4))
-    return estimate._kernel_text(program, estimate.trace(program))
+    return dry_run._kernel_text(program, dry_run.trace(program))
 
 
 def test_what_is_printed_is_what_the_messages_of_the_step_get(monkeypatch):
@@ -82,7 +83,7 @@ def test_what_is_printed_is_what_the_messages_of_the_step_get(monkeypatch):
         asked.append(spec)
         return "jnp", f"{spec.operation} over {spec.geometry.messages if spec.geometry else 'unknown'} ranks"
 
-    monkeypatch.setattr(backend, "choose_kernel", choice)
+    monkeypatch.setattr(dispatch, "choose_kernel", choice)
     text = kernels()
     assert "  taco         jnp (reduce): reduce over 4 ranks" in text and "unknown" not in text
     assert all(spec.geometry for spec in asked)
@@ -93,16 +94,16 @@ def test_what_is_printed_is_what_the_messages_of_the_step_get(monkeypatch):
 def test_a_backend_that_cannot_run_a_message_is_an_error_of_the_config(monkeypatch):
     def choice(spec, device, force=None):
         if spec.geometry is not None and spec.operation == "reduce":
-            raise backend.KernelUnavailableError("4 ranks are too many")
+            raise dispatch.KernelUnavailableError("4 ranks are too many")
         return "jnp", "a test"
 
-    monkeypatch.setattr(backend, "choose_kernel", choice)
+    monkeypatch.setattr(dispatch, "choose_kernel", choice)
     with pytest.raises(ConfigError, match="compression: 4 ranks are too many"):
         kernels()
 
 
 def test_from_what_size_messages_are_compressed(program, monkeypatch, tmp_path):
-    line = lambda: estimate._tuned_line(program, "taco", program.mesh.devices.flat[0])
+    line = lambda: dry_run._tuned_line(program, "taco", program.mesh.devices.flat[0])
     assert line() == "  taco         messages from 0 bytes, the default without a file of tuned values"
     file = tmp_path / "tuned.json"
     monkeypatch.setenv("TACO_JAX_TUNED", str(file))
@@ -119,7 +120,7 @@ def test_from_what_size_messages_are_compressed(program, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gigabytes, verdict", [(80.0, "fits 80 GB"), (1e-6, "does NOT fit 1e-06 GB")])
 def test_verdict(program, gigabytes, verdict):
-    assert verdict in estimate._memory_text(dataclasses.replace(CONFIG, gpu_memory_gb=gigabytes), program)
+    assert verdict in dry_run._memory_text(dataclasses.replace(CONFIG, gpu_memory_gb=gigabytes), program)
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_chains_that_make_messages_too_small_are_named():
     # 4 sequences of 32 x 64 values of 2 bytes.
     def text(chains, least):
         compression = dataclasses.replace(CONFIG.compression, min_bytes=least)
-        return estimate.report(dataclasses.replace(CONFIG, chains=chains, compression=compression), make_mesh(2, 1, 4))
+        return dry_run.report(dataclasses.replace(CONFIG, chains=chains, compression=compression), make_mesh(2, 1, 4))
 
     line = "chains=2 cuts the layers' messages to 8,192 bytes, which go exactly; --chains 1 compresses them"
     assert line in text(2, 10_000)
@@ -138,7 +139,7 @@ def data_parallel(dp=4, devices_per_host=None, **settings):
     mesh = MeshConfig(dp=dp, devices_per_host=devices_per_host)
     config = dataclasses.replace(CONFIG, mesh=mesh, data_parallel=DataParallelConfig(**settings))
     p = step.build(config, make_mesh(dp))
-    return p, "\n".join(estimate._data_parallel_text(p)).splitlines()
+    return p, "\n".join(dry_run._data_parallel_text(p)).splitlines()
 
 
 def test_what_data_parallel_ranks_send_and_hold():
@@ -167,8 +168,8 @@ def test_levels_of_tensor_parallelism_are_listed():
         mesh = MeshConfig(tp=tp, devices_per_host=hosts)
         compression = CompressionConfig("taco", "int8h", **compression)
         p = step.build(dataclasses.replace(CONFIG, mesh=mesh, compression=compression), make_mesh(tp=tp))
-        estimate.trace(p)
-        return p, "\n".join(estimate._hosts_text(p)), estimate._site_text(p)
+        dry_run.trace(p)
+        return p, "\n".join(dry_run._hosts_text(p)), dry_run._site_text(p)
 
     p, hosts, sites = text(4, 2, between_hosts="int4h")
     assert hosts.splitlines() == [
@@ -203,7 +204,7 @@ def test_levels_of_tensor_parallelism_are_listed():
 
 def test_bytes_over_dp_are_listed():
     p, _ = data_parallel(gradients="int8h", zero1=True, parameters="int4h")
-    text = estimate._site_text(p)
+    text = dry_run._site_text(p)
     for site, direction, codec in (("dp/grads/0", "backward", "int8h"), ("dp/params/0", "forward", "int4h")):
         assert re.search(rf"^  {site} +{direction} .* {codec} ", text, re.M), site
     for kind, what in (("gradient", "gradients over dp"), ("parameter", "parameters over dp")):
@@ -214,5 +215,5 @@ def test_bytes_over_dp_are_listed():
 
 def test_one_rank_sends_nothing():
     program = step.build(dataclasses.replace(CONFIG, mesh=MeshConfig()), make_mesh())
-    estimate.trace(program)
-    assert "TP activation traffic: none (tp 1)" in estimate._site_text(program)
+    dry_run.trace(program)
+    assert "TP activation traffic: none (tp 1)" in dry_run._site_text(program)

@@ -11,7 +11,7 @@ import pytest
 from model_helpers import QWEN2
 
 from pallas_kernels.nvlink import hardware
-from taco_jax import cli
+from taco_jax.config import cli
 
 LINKS = ["--config", "experiments/quickstart.py"]
 BAD = [

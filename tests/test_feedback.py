@@ -16,8 +16,8 @@ from reference_codec import snr_db
 from shards import bits_of_every_device, per_rank
 
 import taco_jax
-from taco_jax import Compression, sites
-from taco_jax.collectives import to_varying
+from taco_jax import Compression
+from taco_jax.collectives import comm_log, to_varying
 
 SLOW = pytest.mark.slow
 CASES = [
@@ -71,7 +71,7 @@ def test_bytes_and_rows_are_those_of_psum():
     plain = lambda x, e: taco_jax.psum(x + e, "tp", compression="int4h", site="here")
     found = []
     for f in (fed_back.__wrapped__(4, codec="int4h", site="here"), per_rank(plain, 4, invarying_out=True)):
-        with sites.record() as table:
+        with comm_log.record() as table:
             compiled = f.lower(x_P, x_P).compile()
         found.append((collectives(compiled), table.rows()))
     assert found[0] == found[1]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from model_helpers import QWEN2, Run, by_path
 
+from taco_jax.compression.compression import Compression, Plan
 from taco_jax.models import decoder
-from taco_jax.models.parallel import Parallel
-from taco_jax.plan import Compression, Plan
+from taco_jax.models.run_config import Parallel
 
 DEEP = dataclasses.replace(QWEN2, n_layers=8)
 

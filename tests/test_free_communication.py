@@ -40,7 +40,7 @@ def test_every_message_is_left_out_and_nothing_else(printed):
 PREFILL = """
 from helpers import make_mesh
 from taco_jax.inference.loading import in_memory, load_params
-from taco_jax.inference.programs import Programs
+from taco_jax.inference.compiled import Programs
 from taco_jax.inference.settings import Settings
 
 mesh = make_mesh(tp=2)

@@ -69,7 +69,7 @@ def test_the_step_trains(codec, chains):
     from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
     from taco_jax.mesh import make_mesh
     from taco_jax.models.config import ModelConfig
-    from taco_jax.step import build
+    from taco_jax.train.step import build
 
     tp = min(len(jax.devices()), 4)
     config = TrainConfig(

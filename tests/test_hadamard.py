@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taco_jax.hadamard import ROTATIONS, block_signs, hadamard_signs, rotate, unrotate
+from taco_jax.codec.hadamard import ROTATIONS, block_signs, hadamard_signs, rotate, unrotate
 
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 

@@ -20,8 +20,9 @@ from test_collectives import DTYPES
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax import CODECS, Codec, Compression, SiteScales, sites, tuned
-from taco_jax.collectives import hosts
+from taco_jax import CODECS, Codec, Compression, SiteScales
+from taco_jax.collectives import comm_log, topology
+from taco_jax.compression import tuned
 
 scatter = functools.partial(spelled_out.psum_scatter, scatter_dimension=1, tiled=True)
 gather = functools.partial(spelled_out.all_gather, axis=-2, tiled=True)
@@ -55,14 +56,14 @@ def flat(codec):
 
 
 def traced(f, *args):
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = f.lower(*args)
     return lowered.compile(), table.rows()
 
 
 def rows_of(f, *args):
     """The rows alone: nothing is compiled."""
-    with sites.record() as table:
+    with comm_log.record() as table:
         f.lower(*args)
     return table.rows()
 
@@ -95,7 +96,7 @@ def test_values_bytes_and_bits(operation, codecs, shape, dtype):
     assert [dataclasses.astuple(level) for level in row.levels] == wanted
     assert row.bytes == pytest.approx(wanted[0][3] + wanted[1][3])
     of = lambda group: tuple(map(tuple, group.of(ranks)))
-    levels = ((inside, of(hosts.inside(local))), (outside, of(hosts.between(ranks, local))))
+    levels = ((inside, of(topology.inside(local))), (outside, of(topology.between(ranks, local))))
     assert groups(compiled) == sorted((opcode, "uint8", n, g) for hops, g in levels for opcode, n in hops)
 
     y = f(x_P)
@@ -273,7 +274,7 @@ def test_auto_goes_in_levels_where_an_axis_spans_hosts(monkeypatch):
     )
     levels = lambda **kw: [(level.name, level.ranks, level.codec) for level in f(**kw)[0].levels]
     assert levels() == []
-    monkeypatch.setattr(hosts, "_host", lambda device: device.id // 4)
+    monkeypatch.setattr(topology, "_host", lambda device: device.id // 4)
     assert levels(between_hosts="int4h") == [("inside", 4, "int8h"), ("between", 2, "int4h")]
     assert levels(algorithm="two_shot") == levels(ranks_per_host=8) == []
     monkeypatch.setattr(tuned, "hierarchical_min_bytes", lambda: 8001)

@@ -19,8 +19,8 @@ from test_slots import slots_of
 from test_tensor_parallel import check_pair
 
 import taco_jax
-from taco_jax import CODECS, UNCALIBRATED, Codec, CompressedDense, Compression, SiteScales, sites
-from taco_jax.collectives import hosts
+from taco_jax import CODECS, UNCALIBRATED, Codec, CompressedDense, Compression, SiteScales
+from taco_jax.collectives import comm_log, topology
 from taco_jax.collectives.message import exponent_of, in_units_of
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -111,14 +111,14 @@ def test_a_layer_asks_its_mesh(monkeypatch):
     def levels(compression):
         layer = CompressedDense(64, 64, kind="row", compression=compression, mesh=mesh, rngs=nnx.Rngs(0))
         graph, state = nnx.split(layer)
-        with sites.record() as table:
+        with comm_log.record() as table:
             y = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
         (row,) = [row for row in table.rows() if row.op == "psum" and row.direction == "forward"]
         return [(level.ranks, level.codec) for level in row.levels], y
 
     exact = levels(None)[1]
     assert levels("int8h")[0] == []
-    monkeypatch.setattr(hosts, "_host", lambda device: device.id // 4)
+    monkeypatch.setattr(topology, "_host", lambda device: device.id // 4)
     assert levels("taco")[0] == [(4, "taco"), (2, "taco")]
     found, y = levels(Compression("int8h", between_hosts="int6h"))
     assert found == [(4, "int8h"), (2, "int6h")] and snr_db(exact, y) > 28
@@ -154,7 +154,7 @@ def trained(**changes):
 
     from taco_jax.config import CompressionConfig, MeshConfig
     from taco_jax.mesh import make_mesh
-    from taco_jax.step import build
+    from taco_jax.train.step import build
 
     model = dataclasses.replace(CONFIG.model, n_heads=8, n_kv_heads=8, n_layers=2)
     mesh = MeshConfig(tp=8, devices_per_host=changes.pop("devices_per_host", 4))

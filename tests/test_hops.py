@@ -11,7 +11,7 @@ from model_helpers import QWEN2, Run
 
 from taco_jax.collectives import psum, start_psum
 from taco_jax.models import decoder
-from taco_jax.models.parallel import Parallel
+from taco_jax.models.run_config import Parallel
 
 
 def over(f, ranks=2):

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from taco_jax.cli import parse
 from taco_jax.config import ConfigError, TrainConfig
-from taco_jax.config_check import check
-from taco_jax.launchers import find, first_host, local_device_ids
+from taco_jax.config.checks import check
+from taco_jax.config.cli import parse
+from taco_jax.launch.launchers import find, first_host, local_device_ids
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 TORCHRUN = {

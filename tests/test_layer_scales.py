@@ -27,6 +27,7 @@ from reference_codec import REFERENCES
 
 import taco_jax
 from taco_jax import AmaxSlot, CompressedDense, SiteScale
+from taco_jax.compression.site_scales import new_scale_state
 
 SLOTS = nnx.DiffState(0, nnx.Any(nnx.Param, AmaxSlot))
 
@@ -100,7 +101,10 @@ def test_site_scales_inside_a_region_and_stacked(twin):
 
 
 def test_update_scales_of_plain_trees():
-    state = {"a": taco_jax.scales.new_scale_state((3,), 4), "b": {"c": taco_jax.scales.new_scale_state((), 4)}}
+    state = {
+        "a": new_scale_state((3,), 4),
+        "b": {"c": new_scale_state((), 4)},
+    }
     slots = {
         "a": np.zeros((8, 3, 2, 1), np.float32),
         "b": {"c": np.full((2, 6), np.nan, np.float32)},

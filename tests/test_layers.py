@@ -31,7 +31,9 @@ from layer_models import (
 )  # fmt: skip
 
 import taco_jax
-from taco_jax import CompressedDense, linen, sites
+from taco_jax import CompressedDense
+from taco_jax.collectives import comm_log
+from taco_jax.nn import linen
 
 
 @functools.cache
@@ -150,7 +152,7 @@ def test_messages(twin, types, sequence_dim, remat):
         if remat:
             run = jax.checkpoint(run, policy=KEEP_MESSAGES)
         loss = lambda v, x, y: jnp.mean((run(v, x) - y) ** 2)
-        with sites.record() as table:
+        with comm_log.record() as table:
             lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(variables, x_BLD, y_BLD)
         found = collectives(lowered.compile())
     parameters = sum(v.size for v in jax.tree.leaves(variables["params"]))

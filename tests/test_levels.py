@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from helpers import make_mesh
 
-from taco_jax import levels
-from taco_jax.collectives import hosts
+from taco_jax.collectives import topology
+from taco_jax.train import levels
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from taco_jax.collectives import hosts
      (6, 1, 3, 3), (6, 1, 4, 2), (6, 1, 5, 1)],
 )  # fmt: skip
 def test_ranks_of_a_host(dp, tp, devices_per_host, ranks):
-    assert hosts.ranks_per_host(make_mesh(dp=dp, tp=tp), "dp", devices_per_host) == ranks
+    assert topology.ranks_per_host(make_mesh(dp=dp, tp=tp), "dp", devices_per_host) == ranks
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def test_ranks_of_a_host(dp, tp, devices_per_host, ranks):
      (2, 4, 4, ("dp", "tp"), 4), (2, 4, 4, ("tp", "dp"), 1), (4, 2, 4, ("dp", "tp"), 4), (2, 4, 8, ("dp", "tp"), 8)],
 )  # fmt: skip
 def test_ranks_of_a_host_along_any_axis(dp, tp, devices_per_host, axis, ranks):
-    assert hosts.ranks_per_host(make_mesh(dp=dp, tp=tp), axis, devices_per_host) == ranks
+    assert topology.ranks_per_host(make_mesh(dp=dp, tp=tp), axis, devices_per_host) == ranks
 
 
 def test_groups():
-    assert hosts.inside(4).of(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert hosts.between(8, 4).of(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert hosts.between(6, 2).of(6) == [[0, 2, 4], [1, 3, 5]]
+    assert topology.inside(4).of(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert topology.between(8, 4).of(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.between(6, 2).of(6) == [[0, 2, 4], [1, 3, 5]]
 
 
 @dataclasses.dataclass
@@ -48,8 +48,8 @@ class FakeMesh:
 
 
 def test_what_jax_says_of_hosts():
-    assert hosts.ranks_per_host(make_mesh(dp=8), "dp") == 8
-    of = lambda devices: hosts.ranks_per_host(FakeMesh(np.array(devices, object).reshape(8, 1, 1)), "dp")
+    assert topology.ranks_per_host(make_mesh(dp=8), "dp") == 8
+    of = lambda devices: topology.ranks_per_host(FakeMesh(np.array(devices, object).reshape(8, 1, 1)), "dp")
     assert of([Device(i // 4) for i in range(8)]) == 4
     # One process a GPU: the machine counts, not the process.
     assert of([Device(i, i // 2) for i in range(8)]) == 2

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from taco_jax.config import ConfigError, MetricsConfig, ModelConfig, TrainConfig
-from taco_jax.metrics import (
+from taco_jax.models.presets import preset
+from taco_jax.train.metrics import (
     Recorder,
     bf16_peak,
     duration,
@@ -16,7 +17,6 @@ from taco_jax.metrics import (
     read_records,
     step_line,
 )
-from taco_jax.models.presets import preset
 
 RECORD = {
     "step": 7, "loss": 2.34567, "grad_norm": 1.2, "learning_rate": 1e-3, "skipped": 0,

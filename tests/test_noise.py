@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from taco_jax import CODECS, Codec, noise
+from taco_jax import CODECS, Codec
+from taco_jax.codec import stochastic_rounding
 
-uniform = jax.jit(noise.uniform, static_argnums=1)
+uniform = jax.jit(stochastic_rounding.uniform, static_argnums=1)
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 
 

@@ -14,8 +14,9 @@ from spelled_out import every_size
 import taco_jax
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware
-from taco_jax import CODECS, backend, sites
-from taco_jax.collectives import nvlink
+from taco_jax import CODECS
+from taco_jax.collectives import comm_log, nvlink
+from taco_jax.compression import dispatch
 
 # Before, a warp of a kernel does not know its device's place in the mesh.
 needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="NVLink kernels need jax 0.11")
@@ -37,7 +38,7 @@ def trace(f, *shapes, ranks=4, axes=("tp",)):
     mesh = jax.make_mesh(dims, axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:ranks])
     own = lambda *xs: jax.tree.map(lambda y: varying(y, axes)[None], f(*(x[0] for x in xs)))
     args = [jax.ShapeDtypeStruct((ranks, *s), jnp.bfloat16) for s in shapes]
-    with backend.record() as choices, sites.record() as table:
+    with dispatch.record() as choices, comm_log.record() as table:
         jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(axes), out_specs=P(axes))).trace(*args)
     return choices, table
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taco_jax import optim
 from taco_jax.config import OptimizerConfig
 from taco_jax.models.params import init_params
 from taco_jax.models.presets import preset
+from taco_jax.train import optim
 
 
 def test_learning_rate():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from programs import shared_programs
 
-from taco_jax import estimate
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -20,11 +19,12 @@ from taco_jax.config import (
     PipelineConfig,
     TrainConfig,
 )
-from taco_jax.config_check import check
+from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
-from taco_jax.metrics import read_records
-from taco_jax.step import build, resolve_plan
-from taco_jax.train import train
+from taco_jax.train import dry_run
+from taco_jax.train.loop import train
+from taco_jax.train.metrics import read_records
+from taco_jax.train.step import build, resolve_plan
 
 MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, tied_head=True)
 WHOLE = {"mesh": MeshConfig()}
@@ -119,13 +119,13 @@ def test_dry_run():
     mesh = MeshConfig(pp=2, tp=2)
     config = make_config("unused", mesh=mesh, pipeline=PipelineConfig("circular"), **changes)
     program = build(config, make_mesh(1, 2, 2))
-    choices = estimate.trace(program)
+    choices = dry_run.trace(program)
     text = "\n".join(
         [
-            estimate._kernel_text(program, choices),
-            *estimate._sequence_text(config),
-            estimate._pipeline_text(program),
-            estimate._site_text(program),
+            dry_run._kernel_text(program, choices),
+            *dry_run._sequence_text(config),
+            dry_run._pipeline_text(program),
+            dry_run._site_text(program),
         ]
     )
     for line in (

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from taco_jax import CODECS, Codec, Compression, Plan
-from taco_jax.plan import as_compression
+from taco_jax.compression.compression import as_compression
 
 SITES = ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head")
 

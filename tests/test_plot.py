@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from taco_jax import plot
 from taco_jax.config import ConfigError
+from taco_jax.train import plot
 
 
 def run(folder, losses, **more):

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 import taco_jax
 from pallas_kernels import compat
 from pallas_kernels import product as kernels
-from taco_jax import backend, sites
-from taco_jax.collectives import nvlink, products
-from taco_jax.plan import Compression
-from taco_jax.scales import SiteScales
+from taco_jax.collectives import comm_log, matmul_psum, nvlink
+from taco_jax.compression import dispatch
+from taco_jax.compression.compression import Compression
+from taco_jax.compression.site_scales import SiteScales
 from taco_jax.tensor_parallel import column_dense, row_dense
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="kernels over NVLink need jax 0.11")
@@ -108,7 +108,7 @@ def test_both_directions_are_measured(over_nvlink):
 
 def test_the_site_table_and_the_notes_say_so(over_nvlink):
     fused = Compression("int8h", min_bytes=0, with_product=True)
-    with sites.record() as table, backend.record() as choices:
+    with comm_log.record() as table, dispatch.record() as choices:
         run(lambda *a: gradients(fused, *a), *arguments(), specs=SPECS)
     rows = {(r.site, r.direction): r for r in table.rows() if r.codec == "int8h"}
     assert set(rows) == {("down", "forward"), ("up", "backward")}
@@ -120,10 +120,10 @@ def test_the_site_table_and_the_notes_say_so(over_nvlink):
 @pytest.mark.parametrize("tokens,reason", [(192, "rows in multiples of 256"), (256, None)])
 def test_what_the_kernel_cannot_do_is_separate(over_nvlink, monkeypatch, tokens, reason):
     sums = []
-    monkeypatch.setattr(products, "psum", lambda y, *_, **__: sums.append(y.shape) or lax.psum(y, "tp"))
+    monkeypatch.setattr(matmul_psum, "psum", lambda y, *_, **__: sums.append(y.shape) or lax.psum(y, "tp"))
     fused = Compression("int8h", min_bytes=0, with_product=True)
     x, w_up, w_down = arguments()
-    with backend.record() as choices:
+    with dispatch.record() as choices:
         run(lambda *a: mlp(fused, *a), x[: 2 * tokens], w_up, w_down, specs=(SPECS[0], P("dp")))
     found = choices[("int8h", "product and sum")]
     assert (reason is None) == (sums == []) and any(reason is None or reason in why for _, why in found)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from megatron_mlp import SPECS, mlp, mlp_parameters, x_mlp
 
 from taco_jax import Compression, SiteScales
-from taco_jax import tensor_parallel as tp
+from taco_jax.nn import tensor_parallel as tp
 
 LAYERS = 3
 

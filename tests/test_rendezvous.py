@@ -6,8 +6,8 @@ import time
 import pytest
 from helpers import until
 
-from taco_jax.launchers import Launch
-from taco_jax.rendezvous import Hub, Member
+from taco_jax.launch.launchers import Launch
+from taco_jax.launch.rendezvous import Hub, Member
 
 
 def free_port() -> int:

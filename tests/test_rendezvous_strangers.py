@@ -7,7 +7,7 @@ import time
 import pytest
 from test_rendezvous import Meeting
 
-from taco_jax import rendezvous
+from taco_jax.launch import rendezvous
 
 HELLO = {"hello": 1, "processes": 2, "host": "there", "pid": 7, "settings": {"steps": 1}}
 NO_HELLO = {

@@ -10,8 +10,16 @@ from shards import per_rank
 
 import taco_jax
 from taco_jax import UNCALIBRATED, SiteScales
-from taco_jax.block_scale import ceil_log2
-from taco_jax.scales import ScaleState, fork, merge_uses, new_scale_state, stack_uses, update_scale_state, update_scales
+from taco_jax.codec.block_scale import ceil_log2
+from taco_jax.compression.site_scales import (
+    ScaleState,
+    fork,
+    merge_uses,
+    new_scale_state,
+    stack_uses,
+    update_scale_state,
+    update_scales,
+)
 
 update = jax.jit(update_scale_state)
 

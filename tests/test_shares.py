@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
-from taco_jax.shares import buckets, cut, pack, unpack
+from taco_jax.train.shards import buckets, cut, pack, unpack
 
 SIZES = {"dp": 4, "pp": 2, "tp": 2}
 

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
-from taco_jax import CODECS, sites
+from taco_jax import CODECS
+from taco_jax.collectives import comm_log
 
 OPERATIONS = {
     "psum": lambda x, **kw: spelled_out.psum(x, "tp", **kw),
@@ -28,7 +29,7 @@ OPERATIONS = {
 
 def record(program, *args):
     """(rows, collectives of the compiled program)"""
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = program.lower(*args)
     return table, collectives(lowered.compile())
 
@@ -81,7 +82,7 @@ def test_rows_are_the_compiled_collectives_of_both_directions(name, codec):
 def test_bits_per_element_are_the_codecs():
     x_P = np.zeros((4, 1 << 19), np.float32)
     for codec in ("taco", "int4h", "mxfp6"):
-        with sites.record() as table:
+        with comm_log.record() as table:
             per_rank(lambda x, c=codec: taco_jax.psum(x, "tp", compression=c), 4, invarying_out=True).lower(x_P)
         (row,) = table.rows()
         assert row.bits_per_element == pytest.approx(CODECS[codec].bits, rel=0.02)
@@ -95,7 +96,7 @@ def test_repeated_bodies_count_their_calls_in_both_directions():
     x_P = np.ones((2, 64), np.float32)
 
     def body(x):
-        with sites.repeat(3), sites.repeat(2):
+        with comm_log.repeat(3), comm_log.repeat(2):
             x = taco_jax.psum_scatter(jnp.tile(x, 2), "tp", tiled=True, compression="int8h", site="in")
         return taco_jax.ppermute(x, "tp", [(0, 1)], compression="int8h", site="out")
 
@@ -104,7 +105,7 @@ def test_repeated_bodies_count_their_calls_in_both_directions():
     assert calls == {(s, d): n for s, n in (("in", 6), ("out", 1)) for d in ("forward", "backward")}
     for row in table.rows():
         assert row.bytes == row.calls * sum(n * (0.5 if row.site == "in" else 1) for _, _, n in row.hlo)
-    assert sites.current_calls() == 1
+    assert comm_log.current_calls() == 1
 
 
 def test_a_second_trace_is_the_same_row():
@@ -124,7 +125,7 @@ def test_other_collectives_are_listed_by_name():
     x_P = np.ones((4, 8), np.float32)
 
     def f(x):
-        sites.exact("head/max", "forward", "pmax", "tp", x)
+        comm_log.exact("head/max", "forward", "pmax", "tp", x)
         m = lax.pmax(x, "tp")
         return m + taco_jax.psum(jnp.ones((), jnp.int32), "tp", compression="taco", site="count")
 
@@ -143,17 +144,17 @@ def test_nothing_is_listed_for_one_rank_or_outside_of_a_record():
     assert table.rows() == []
     x_P = np.ones((2, 8), np.float32)
     program = per_rank(lambda x: taco_jax.psum(x, "tp", compression="taco"), 2, invarying_out=True)
-    with sites.record() as table:
-        assert sites.recording()
+    with comm_log.record() as table:
+        assert comm_log.recording()
     program(x_P)
-    assert table.rows() == [] and not sites.recording()
+    assert table.rows() == [] and not comm_log.recording()
 
 
 def test_records_nest():
     x_P = np.ones((2, 8), np.float32)
     f = lambda: per_rank(lambda x: taco_jax.psum(x, "tp", compression="taco"), 2, invarying_out=True).lower(x_P)
-    with sites.record() as outer:
-        with sites.record() as inner:
+    with comm_log.record() as outer:
+        with comm_log.record() as inner:
             f()
     assert len(inner.rows()) == 1 and outer.rows() == []
 
@@ -172,21 +173,21 @@ def test_forward_messages_that_are_computed_again_count_twice():
     f = gradient(lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, compression="int8h", site="again"))
 
     def program(x):
-        with sites.repeat(5), sites.forward_again():
+        with comm_log.repeat(5), comm_log.forward_again():
             value, grad = f(x)
         return grad + 0 * value
 
     table, _ = record(per_rank(program, 4), np.ones((4, 8, 300), np.float32))
     assert {row.direction: row.calls for row in table.rows()} == {"forward": 10, "backward": 5}
-    assert sites.current_calls("forward") == 1
+    assert comm_log.current_calls("forward") == 1
 
 
 def test_codecs_by_axis_and_direction():
     """Every axis is named, exact sums of gradients too; scalars are not."""
-    table = sites.Table()
-    row = sites.Row("a", "forward", "psum", ("tp",), 2, 100, "float32", "none", "activation", 1, 8.0, 10.0, ())
+    table = comm_log.Table()
+    row = comm_log.Row("a", "forward", "psum", ("tp",), 2, 100, "float32", "none", "activation", 1, 8.0, 10.0, ())
     assert table.codecs() == "none, for nothing is sent" and table.by_axis() == {}
-    inside, between = sites.Level("inside", 2, "int8h", 1.0), sites.Level("between", 2, "int4h", 1.0)
+    inside, between = comm_log.Level("inside", 2, "int8h", 1.0), comm_log.Level("between", 2, "int4h", 1.0)
     for changes in (
         {"axis": ("dp",), "site": "dp/grads", "kind": "other", "direction": "backward"},
         {},

@@ -12,7 +12,7 @@ from shards import per_rank
 
 import taco_jax
 from taco_jax import Compression, SiteScales
-from taco_jax.scales import STATS_WIDTH
+from taco_jax.compression.site_scales import STATS_WIDTH
 
 
 def slots_of(f, ranks, x_P, exponents, width=1, **options):

@@ -6,10 +6,10 @@ import tempfile
 
 import pytest
 
-from taco_jax import distributed, supervisor
 from taco_jax.config import TrainConfig
-from taco_jax.launchers import Launch
-from taco_jax.supervisor import Reporter
+from taco_jax.launch import distributed, supervisor
+from taco_jax.launch.launchers import Launch
+from taco_jax.launch.supervisor import Reporter
 
 
 def test_native_words_after_the_end_are_kept_for_the_parent_and_pythons_are_not(capfd):

@@ -17,7 +17,7 @@ from megatron_mlp import SPECS, D, L, mlp, mlp_parameters, mlp_unsharded, x_mlp
 from shards import per_rank
 
 from taco_jax import Compression
-from taco_jax import tensor_parallel as tp
+from taco_jax.nn import tensor_parallel as tp
 
 
 def mlp_program(ranks, compression, sequence_parallel):

@@ -17,7 +17,8 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax import CODECS, Codec, backend
+from taco_jax import CODECS, Codec
+from taco_jax.compression import dispatch
 
 TAH4 = CODECS["tah4"]
 INT3H = dataclasses.replace(CODECS["int4h"], element="int3")
@@ -203,10 +204,10 @@ def test_bad_fields(fields, message):
 def test_no_kernel_takes_it_and_the_reason_is_given():
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
     for codec, reason in (("tah4", "chooses between 4 and 3 bits tile by tile"), (INT3H, "int3 has no kernel")):
-        name, given = backend.choose(codec, gpu, "bfloat16")
+        name, given = dispatch.choose(codec, gpu, "bfloat16")
         assert name == "jnp" and reason in given
         with pytest.raises(KernelUnavailableError, match=reason):
-            backend.choose(codec, gpu, "bfloat16", backend="triton")
+            dispatch.choose(codec, gpu, "bfloat16", backend="triton")
 
 
 # Collectives

@@ -17,8 +17,9 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax import CODECS, Codec, Compression, backend
+from taco_jax import CODECS, Codec, Compression
 from taco_jax.collectives.chunks import chunk_elements, cut
+from taco_jax.compression import dispatch
 
 INT8 = CODECS["int8_token"]
 SHAPES = ((2, 3, 3584), (5, 768), (3, 5, 7), (129,), (), (1, 1))
@@ -103,10 +104,10 @@ def test_bad_input(make, message):
 def test_no_kernel_takes_it_and_the_reason_is_given():
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
     for codec in ("int8_token", INT8.of((4, 128))):  # a size that others have kernels for, too
-        name, reason = backend.choose(codec, gpu, "bfloat16")
+        name, reason = dispatch.choose(codec, gpu, "bfloat16")
         assert name == "jnp" and "codec 'int8_token' has one scale a token, whose size may be any" in reason
         with pytest.raises(KernelUnavailableError, match="cannot encode codec 'int8_token' on .*one scale a token"):
-            backend.choose(codec, gpu, "bfloat16", backend="mosaic")
+            dispatch.choose(codec, gpu, "bfloat16", backend="mosaic")
 
 
 # Collectives
@@ -169,7 +170,7 @@ def test_chunks_and_shares_are_whole_tokens():
     codec = INT8.of((1 << 12, 3584))
     share = chunk_elements(codec, (1 << 12) * 3584, 4)
     assert share == (1 << 10) * 3584
-    pieces = cut(backend.Geometry(4 * share, 4, share), 3, codec.block)
+    pieces = cut(dispatch.Geometry(4 * share, 4, share), 3, codec.block)
     assert all(p.per_message % 3584 == 0 and p.offset % 3584 == 0 for p in pieces) and len(pieces) == 3
 
 

@@ -16,8 +16,6 @@ import pytest
 from helpers import run_python
 from programs import CONFIG, FILE, FLAGS, shared_programs
 
-from taco_jax import cli
-from taco_jax.checkpoint import Checkpoints
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -26,11 +24,13 @@ from taco_jax.config import (
     MeshConfig,
     MetricsConfig,
     TrainConfig,
+    cli,
 )
-from taco_jax.config_check import check
-from taco_jax.metrics import Recorder, read_records
-from taco_jax.train import Run, TrainingError, main, train
-from taco_jax.workdir import LOCK, locked
+from taco_jax.config.checks import check
+from taco_jax.train.checkpoint import Checkpoints
+from taco_jax.train.loop import Run, TrainingError, main, train
+from taco_jax.train.metrics import Recorder, read_records
+from taco_jax.train.workdir import LOCK, locked
 
 
 def make_config(workdir, **changes) -> TrainConfig:

@@ -6,8 +6,9 @@ import sys
 import pytest
 from helpers import make_mesh
 
-from taco_jax import Compression, cli, tune, tuned
-from taco_jax.config import ConfigError
+from taco_jax import Compression, tune
+from taco_jax.compression import tuned
+from taco_jax.config import ConfigError, cli
 from taco_jax.tune import Point, TuneConfig, Way, check, crossover, winners
 
 SMALL = ("--codecs", "taco", "mxfp4", "--smallest", "4096", "--largest", "20000", "--smallest-chunk", "8192",

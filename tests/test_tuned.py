@@ -14,8 +14,10 @@ from shards import per_rank
 
 import taco_jax
 from pallas_kernels.nvlink import hardware
-from taco_jax import Compression, sites, tuned
-from taco_jax.tuned import Tuned, TunedFileError
+from taco_jax import Compression
+from taco_jax.collectives import comm_log
+from taco_jax.compression import tuned
+from taco_jax.compression.tuned import Tuned, TunedFileError
 
 NAME = "cpu, 4 ranks, nvlink or pcie p2p"
 TACO = Tuned(4096, ((1024, 1, "all_to_all"), (8192, 2, "ring"), (1 << 20, 4, "all_to_all")))
@@ -120,7 +122,7 @@ def test_the_site_table_says_which_and_why(file):
 
     def how(**options):
         f = lambda x: spelled_out.psum(x[: options.pop("elements", None)], "tp", **{"chunks": None} | options)
-        with sites.record() as table:
+        with comm_log.record() as table:
             per_rank(f, 4, invarying_out=True).lower(x_P)
         (row,) = table.rows()
         return row.how
@@ -271,8 +273,8 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_a_bad_file_is_one_line_of_the_trainer(file, capsys, tmp_path):
-    from taco_jax import cli
-    from taco_jax.train import main
+    from taco_jax.config import cli
+    from taco_jax.train.loop import main
 
     file.parent.mkdir()
     file.write_text("nonsense")

@@ -10,14 +10,15 @@ from helpers import make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import sites, vocab
+from taco_jax.collectives import comm_log
+from taco_jax.nn import vocab_parallel
 
 B, L, D, V = 2, 12, 16, 200
 
 
 def _inputs(tp: int, seed: int = 0, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    padded = vocab.pad_vocab(V, tp)
+    padded = vocab_parallel.pad_vocab(V, tp)
     head = rng.normal(size=(D, padded)).astype(np.float32)  # the padding is not zero: it must be masked
     x = rng.normal(size=(B, L, D)).astype(dtype)
     targets = rng.integers(0, V, (B, L), np.int32)
@@ -42,7 +43,9 @@ def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None
 
         def loss(x, head):
             dim = 1 if sequence_parallel else None
-            return vocab.cross_entropy(x, head, targets, weights, "tp", vocab_size=V, chunk=chunk, sequence_dim=dim)
+            return vocab_parallel.cross_entropy(
+                x, head, targets, weights, "tp", vocab_size=V, chunk=chunk, sequence_dim=dim
+            )
 
         (nll, count), (d_x, d_head) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, head)
         return lax.psum(nll, "dp"), lax.psum(count, "dp"), (d_x, lax.psum(d_head, "dp"))
@@ -52,11 +55,11 @@ def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None
 
 
 def test_pad_vocab():
-    assert vocab.pad_vocab(50_257, 1) == 50_304
-    assert vocab.pad_vocab(50_257, 2) == vocab.pad_vocab(50_257, 1) + 128 == 50_432
-    assert vocab.pad_vocab(50_257, 4) == 50_688
-    assert vocab.pad_vocab(152_064, 4) == 152_064
-    assert vocab.pad_vocab(256, 8) == 1024
+    assert vocab_parallel.pad_vocab(50_257, 1) == 50_304
+    assert vocab_parallel.pad_vocab(50_257, 2) == vocab_parallel.pad_vocab(50_257, 1) + 128 == 50_432
+    assert vocab_parallel.pad_vocab(50_257, 4) == 50_688
+    assert vocab_parallel.pad_vocab(152_064, 4) == 152_064
+    assert vocab_parallel.pad_vocab(256, 8) == 1024
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_logits_never_exist_at_once():
 
     def step(x, head, targets, weights):
         def loss(x, head):
-            return vocab.cross_entropy(x, head, targets, weights, "tp", vocab_size=vocabulary, chunk=chunk)[0]
+            return vocab_parallel.cross_entropy(x, head, targets, weights, "tp", vocab_size=vocabulary, chunk=chunk)[0]
 
         return jax.value_and_grad(loss, argnums=(0, 1))(x, head)
 
@@ -119,7 +122,7 @@ def test_logits_never_exist_at_once():
     mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P(None, "tp")))))
     x, head = jnp.zeros((1, tokens, width)), jnp.zeros((width, vocabulary))
     arguments = (x, head, jnp.zeros((1, tokens), jnp.int32), jnp.zeros((1, tokens)))
-    with sites.record() as table:
+    with comm_log.record() as table:
         compiled = mapped.lower(*arguments).compile()
     local = vocabulary // tp
     sizes = {np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())}
@@ -135,14 +138,14 @@ def test_logits_never_exist_at_once():
 def test_embed_equals_plain(tp, sequence_parallel, dp):
     mesh = make_mesh(dp=dp, tp=tp)
     rng = np.random.default_rng(0)
-    table = rng.normal(size=(vocab.pad_vocab(V, tp), D)).astype(np.float32)
+    table = rng.normal(size=(vocab_parallel.pad_vocab(V, tp), D)).astype(np.float32)
     tokens = rng.integers(0, V, (B, L), np.int32)
     factor = rng.normal(size=(B, L, D)).astype(np.float32)
     spec = P("dp", "tp") if sequence_parallel else P("dp")
 
     def step(table, tokens, factor):
         dim = 1 if sequence_parallel else None
-        embed = lambda table: vocab.embed(table, tokens, "tp", vocab_size=V, sequence_dim=dim)
+        embed = lambda table: vocab_parallel.embed(table, tokens, "tp", vocab_size=V, sequence_dim=dim)
         x, pull = jax.vjp(embed, lax.pcast(table, "dp", to="varying"))
         return x, lax.psum(pull(factor)[0], "dp")
 
@@ -158,7 +161,7 @@ def test_embed_equals_plain(tp, sequence_parallel, dp):
 @pytest.mark.parametrize("token", [-1, V, 10_000])
 def test_embed_of_unknown_token_is_nan(token):
     mesh = make_mesh(tp=2)
-    embed = lambda table, tokens: vocab.embed(table, tokens, "tp", vocab_size=V)
+    embed = lambda table, tokens: vocab_parallel.embed(table, tokens, "tp", vocab_size=V)
     run = jax.jit(jax.shard_map(embed, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P()))
     x = run(np.ones((256, D), np.float32), np.array([[3, token]], np.int32))
     assert np.isfinite(x[0, 0]).all() and np.isnan(x[0, 1]).all()
@@ -166,7 +169,7 @@ def test_embed_of_unknown_token_is_nan(token):
 
 def test_logits_equal_plain():
     x, head, _, _ = _inputs(4)
-    run = lambda x, head: vocab.logits(x, head, "tp", vocab_size=V)
+    run = lambda x, head: vocab_parallel.logits(x, head, "tp", vocab_size=V)
     mapped = jax.shard_map(run, mesh=make_mesh(tp=4), in_specs=(P(), P(None, "tp")), out_specs=P())
     np.testing.assert_allclose(jax.jit(mapped)(x, head), x @ head[:, :V], atol=1e-5)
 
@@ -180,6 +183,6 @@ def test_shapes_that_do_not_agree():
 def test_outside_of_a_manual_region():
     x, head, targets, weights = _inputs(1)
     with pytest.raises(ValueError, match="cross_entropy: axis 'tp' is not a manual mesh axis"):
-        vocab.cross_entropy(x, head, targets, weights, "tp", vocab_size=V)
+        vocab_parallel.cross_entropy(x, head, targets, weights, "tp", vocab_size=V)
     with pytest.raises(ValueError, match="embed: axis 'tp' is not a manual mesh axis"):
-        vocab.embed(head.T, targets, "tp")
+        vocab_parallel.embed(head.T, targets, "tp")

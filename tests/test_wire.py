@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taco_jax import wire
+from taco_jax.codec import wire
 
 pack = jax.jit(wire.pack, static_argnums=1)
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.triton import operations
-from taco_jax import backend
 from taco_jax.codec import CODECS, Codec
+from taco_jax.compression import dispatch
 
 # The presets that have kernels, and the element that none of them uses.
 CODECS_WITH_KERNELS = {
-    **{name: codec for name, codec in CODECS.items() if not (codec.exact or backend.without_format(codec))},
+    **{name: codec for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))},
     "e3m2": Codec("e3m2", 64, "hadamard", "e8m0"),
 }
 DATA = ("grid", "zeros", "inf", "nan", "large", "small")
@@ -34,7 +34,7 @@ class Check:
 
     def __init__(self, codec, geometry, x, exponent=None, key=None):
         self.codec, self.geometry, self.exponent, self.key = codec, geometry, exponent, key
-        self.x, self.fmt, self.errors = x, backend.to_format(codec), []
+        self.x, self.fmt, self.errors = x, dispatch.to_format(codec), []
         # With these, sums of a rotation of what codes say are exact.
         self.exact_sums = codec.rotation == "none"
         few_bits = codec.element not in ("e4m3", "e5m2") and codec.scale != "float32"
@@ -65,14 +65,14 @@ class Check:
     def _theirs(self, x):
         """encode, reduce_encode of the last rank, reduce_decode of the first, and so on, by the jnp codec."""
         codec, g, a, jnp_codec = self.codec, self.geometry, self.exponent, dict(backend="jnp")
-        wires, measure = backend.encode(codec, g, x, a, self.key, **jnp_codec)
-        wire, sum_measure = backend.reduce_encode(codec, g, wires, x, g.messages - 1, a, self.key, **jnp_codec)
+        wires, measure = dispatch.encode(codec, g, x, a, self.key, **jnp_codec)
+        wire, sum_measure = dispatch.reduce_encode(codec, g, wires, x, g.messages - 1, a, self.key, **jnp_codec)
         return {
             "encode": (wires, measure[0]),
             "reduce_encode": (wire, sum_measure[0]),
-            "reduce_decode": backend.reduce_decode(codec, g, wires, x, 0, a, **jnp_codec),
-            "sum_decode": backend.sum_decode(codec, wires, g.per_message, x.dtype, a, **jnp_codec),
-            "decode": backend.decode(codec, g, wires, x.dtype, a, **jnp_codec) if g.is_whole else jnp.zeros(1),
+            "reduce_decode": dispatch.reduce_decode(codec, g, wires, x, 0, a, **jnp_codec),
+            "sum_decode": dispatch.sum_decode(codec, wires, g.per_message, x.dtype, a, **jnp_codec),
+            "decode": dispatch.decode(codec, g, wires, x.dtype, a, **jnp_codec) if g.is_whole else jnp.zeros(1),
         }
 
     def _ours(self, x, wires, seed):

@@ -124,7 +124,8 @@ def codes_scratch(tiling: Tiling, swizzled: int | None, *slots: int):
 
 
 def noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int, int]) -> list[jax.Array]:
-    """Uniform noise of a tile's elements: a counter hash of message, element and seed (`taco_jax/noise.py`).
+    """Uniform noise of a tile's elements: a counter hash of message, element and seed
+    (`taco_jax/codec/stochastic_rounding.py`).
 
     offsets: (index of the first message, index of the first element) where the tile's array is a piece of a larger one.
     """

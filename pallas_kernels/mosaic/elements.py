@@ -1,4 +1,4 @@
-"""Codes of one scaled value, in registers: what `taco_jax/elements.py` defines, in operations that Mosaic lowers.
+"""Codes of one scaled value, in registers: what `taco_jax/codec/elements.py` defines, in operations that Mosaic lowers.
 
 8-bit floats rounded to nearest use the hardware's cast, which agrees with the definition after a clip. Everything else
 is integer arithmetic on the bits, as in the definition.

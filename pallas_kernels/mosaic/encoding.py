@@ -1,6 +1,6 @@
 """encode: rotate, scale, cast and pack, one pass over memory; what the kernel writes is the wire itself.
 
-z = H x;   s = max(max|z|, 2^-100) / Qmax, rounded up;   q = cast(clip(z / s))     (`taco_jax/codec.py`)
+z = H x;   s = max(max|z|, 2^-100) / Qmax, rounded up;   q = cast(clip(z / s))     (`taco_jax/codec/codec.py`)
 """
 
 from __future__ import annotations

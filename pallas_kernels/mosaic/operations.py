@@ -1,9 +1,9 @@
 """The codec's operations as Mosaic GPU kernels, for NVIDIA GPUs of compute capability 9.0.
 
 Arrays are flat; a `Geometry` says which elements each of P messages holds; `exponent` is the site's int32 scalar or
-None, `seed` uint32[2] where rounding is stochastic. Bytes are those of the jnp codec (`taco_jax/codec.py`) but where
-a value lies exactly on a rounding border and sums in another order fall on its other side. Each operation is one kernel
-for messages of whole rows (128 elements, or a block of 256); see `ragged.py` for the others.
+None, `seed` uint32[2] where rounding is stochastic. Bytes are those of the jnp codec (`taco_jax/codec/codec.py`) but
+where a value lies exactly on a rounding border and sums in another order fall on its other side. Each operation is
+one kernel for messages of whole rows (128 elements, or a block of 256); see `ragged.py` for the others.
 """
 
 from __future__ import annotations

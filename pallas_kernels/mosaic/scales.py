@@ -1,4 +1,5 @@
-"""Block scales in registers: `taco_jax/block_scale.py` for the rows of a tile. Arrays are [64], one entry a row."""
+"""Block scales in registers: `taco_jax/codec/block_scale.py` for the rows of a tile. Arrays are [64], one entry a
+row."""
 
 from __future__ import annotations
 

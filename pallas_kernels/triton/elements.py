@@ -1,6 +1,6 @@
 """Element formats inside a kernel: float32 values to codes and codes to values, by integer arithmetic.
 
-The arithmetic is `taco_jax/elements.py`'s, bit for bit, in fewer instructions. A float format's code is
+The arithmetic is `taco_jax/codec/elements.py`'s, bit for bit, in fewer instructions. A float format's code is
 (e - e_min) 2^m + round(|v| / 2^(e - m)) with e the exponent of v's binade: adding 2^(e - m + 23) to |v| rounds it to a
 multiple of 2^(e - m), to nearest even, and leaves the quotient in the low bits of the sum.
 """
@@ -108,7 +108,8 @@ def mix(x):
 
 @triton.jit
 def uniform(index, message, seed0, seed1):
-    """Noise in [0, 1) of the element with this index (uint32) in a message, as `taco_jax/noise.py` draws it."""
+    """Noise in [0, 1) of the element with this index (uint32) in a message, as
+    `taco_jax/codec/stochastic_rounding.py` draws it."""
     step = tl.mul(message.to(tl.uint32), 0x9E3779B9, sanitize_overflow=False)
     h = mix(mix(index ^ seed0) ^ tl.add(seed1, step, sanitize_overflow=False))
     return (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)

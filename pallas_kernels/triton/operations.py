@@ -1,10 +1,10 @@
 """The codec's operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and newer.
 
 Arrays are flat; a `Geometry` says which elements each of P messages holds; `exponent` is the site's int32 scalar or
-None, `seed` uint32[2] where rounding is stochastic. Bytes are those of the jnp codec (`taco_jax/codec.py`) but where
-a rotated value lies so near a rounding border that sums in another order fall on its other side. Every operation is one
-kernel over whatever sizes there are; with one scale for a message (scale "site") a first kernel takes the maximum,
-which returns at once where the exponent is known.
+None, `seed` uint32[2] where rounding is stochastic. Bytes are those of the jnp codec (`taco_jax/codec/codec.py`) but
+where a rotated value lies so near a rounding border that sums in another order fall on its other side. Every
+operation is one kernel over whatever sizes there are; with one scale for a message (scale "site") a first kernel
+takes the maximum, which returns at once where the exponent is known.
 
 Dim letters: P messages (ranks), S elements of x, n elements of a message, W bytes of a message.
 """

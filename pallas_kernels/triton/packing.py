@@ -1,7 +1,7 @@
 """Codes of 4 to 8 bits to and from bytes. Codes are tuples of int32 tensors, one for each part of a block.
 
 With g = 8 / gcd(8, bits) pieces of a block, element j of all pieces makes g * bits / 8 bytes, each in a run ("plane")
-of its own; see `taco_jax/wire.py`. A piece may itself be several tensors ("slices").
+of its own; see `taco_jax/codec/wire.py`. A piece may itself be several tensors ("slices").
 """
 
 import triton

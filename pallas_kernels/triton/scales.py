@@ -1,4 +1,4 @@
-"""Block scales inside a kernel: from the bits of maxima to scale bytes, and back. See `taco_jax/block_scale.py`.
+"""Block scales inside a kernel: from the bits of maxima to scale bytes, and back. See `taco_jax/codec/block_scale.py`.
 
 Maxima are compared as the bits of magnitudes: as integers these are in order and NaN lies above Inf, which a maximum of
 floats would drop.

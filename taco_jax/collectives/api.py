@@ -8,7 +8,7 @@ Common arguments (besides those of the jax.lax function of the same name):
   site: the name of its messages in the site table.
 Trees are mapped over; integer and bool arrays go through exactly. bfloat16, float16 and float32 in and out, any size
 and shape. A codec with a scale for each token takes the last dim for one; a collective that cuts or joins that dim
-raises ValueError. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.sites`.
+raises ValueError. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.collectives.comm_log`.
 
 Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
 float dtypes, for keys that are none, and for options that are given one by one.
@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
+from taco_jax.collectives.async_collective import UnderWay, without_derivative
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
-from taco_jax.collectives.differentiable import Operation, all_reduce, apply
-from taco_jax.collectives.hops import UnderWay, without_derivative
+from taco_jax.collectives.manual_region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.collectives.message import Label
-from taco_jax.collectives.region import AxisName, axis_tuple, permute, to_varying
+from taco_jax.collectives.vjp import Operation, all_reduce, apply
 from taco_jax.compat import varying_axes
-from taco_jax.plan import as_integer
+from taco_jax.compression.compression import as_integer
 
 SUMS = ("psum", "copy")  # whose messages are all-reduces
 
@@ -197,7 +197,7 @@ def _call(name, x, site, call: Call, **own):
     _check_tokens(name, x, call, own.get("dims", ()))
     nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        call.message(Label(site, direction, sites.current_calls(direction)), x.shape, nbytes, sums=name in SUMS)
+        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, nbytes, sums=name in SUMS)
         for direction in DIRECTIONS
     )
     operation = Operation(name, forward, backward, **own)
@@ -226,7 +226,7 @@ def _nothing(operation, x):
 
 
 def _exact(site, op, axis, x, run, ranks: int = 1):
-    sites.exact(site, "forward", op, axis, jax.ShapeDtypeStruct((ranks * x.size,), x.dtype))
+    comm_log.exact(site, "forward", op, axis, jax.ShapeDtypeStruct((ranks * x.size,), x.dtype))
     return run()
 
 

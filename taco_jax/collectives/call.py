@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from taco_jax import tuned
 from taco_jax.codec import Codec, as_codec
-from taco_jax.collectives import hosts
+from taco_jax.collectives import topology
+from taco_jax.collectives.manual_region import AxisName, check_axis, check_region
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.region import AxisName, check_axis, check_region
-from taco_jax.plan import EXACT, Compression, as_compression
-from taco_jax.scales import STATS_WIDTH, SiteScales
+from taco_jax.compression import tuned
+from taco_jax.compression.compression import EXACT, Compression, as_compression
+from taco_jax.compression.site_scales import STATS_WIDTH, SiteScales
 
 DIRECTIONS = ("forward", "backward")
 # What collectives once took beside `compression`; all but the first two are fields of it.
@@ -126,7 +126,7 @@ def _local(entry: str, axis: AxisName, ranks_per_host: int | None) -> int:
     """Ranks of the axis on a host. Raises ValueError where hosts would not have equally many."""
     ranks = lax.axis_size(axis)
     if ranks_per_host is None:
-        return hosts.ranks_per_host_here(axis)
+        return topology.ranks_per_host_here(axis)
     if ranks % ranks_per_host:
         valid = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise ValueError(

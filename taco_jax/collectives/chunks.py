@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pallas_kernels import Geometry
 from taco_jax.codec import Codec
-from taco_jax.wire import round_up
+from taco_jax.codec.wire import round_up
 
 # Kernels work in tiles of this many elements.
 TILE = 8192

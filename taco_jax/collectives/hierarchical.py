@@ -1,7 +1,7 @@
 """Collectives of an axis that spans hosts, in levels: inside each host, between hosts, inside again.
 
-With P = H x L ranks, L on each of H hosts, rank r is local rank r % L of host r // L (`hosts.py`). Between hosts each
-rank exchanges with the ranks of the same r % L only, and no more than 1/L of the message.
+With P = H x L ranks, L on each of H hosts, rank r is local rank r % L of host r // L (`topology.py`). Between hosts
+each rank exchanges with the ranks of the same r % L only, and no more than 1/L of the message.
 
     psum          reduce-scatter inside -> all-reduce between -> all_gather inside
     psum_scatter  reduce-scatter inside -> reduce-scatter between
@@ -33,15 +33,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from taco_jax import backend
-from taco_jax.backend import Geometry
 from taco_jax.codec import Codec
+from taco_jax.collectives.async_collective import Hopping
 from taco_jax.collectives.chunks import chunk_elements, cut
-from taco_jax.collectives.exchange import after, gather, send_chunks, swap
-from taco_jax.collectives.hops import Hopping
 from taco_jax.collectives.invarying import same_on_all_ranks
+from taco_jax.collectives.manual_region import to_varying
 from taco_jax.collectives.message import Message, exponent_of, in_units_of, merge
-from taco_jax.collectives.region import to_varying
+from taco_jax.collectives.transport import after, gather, send_chunks, swap
+from taco_jax.compression import dispatch
+from taco_jax.compression.dispatch import Geometry
 
 
 def hops(message: Message) -> int:
@@ -76,7 +76,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     message.record("psum", x.size, x.dtype, sent_inside, sent_between)
     gathered = yield gathered
     exponent = levels.outer_exponent if codec == outer.codec else exponent
-    y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
+    y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend)
     return y.reshape(x.shape), merge(measures)
 
 
@@ -105,7 +105,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
         sent_between += sent
         pieces.append((whole, sums_HN.reshape(-1)))
     pieces = [
-        backend.reduce_decode(
+        dispatch.reduce_decode(
             outer.codec, whole, received, sums, outer.rank, levels.outer_exponent, backend=message.backend
         ).astype(x_PN.dtype)
         for (whole, sums), received in zip(pieces, gathered)
@@ -130,7 +130,7 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[
         sent_inside += sent
     message.record("all_gather", p * n, x.dtype, sent_inside, sent_between)
     codec, whole = outer.codec, cut(Geometry(p * n, p, n), message.chunks, outer.codec.block)
-    y_S = backend.decode_chunks(codec, whole, gathered, x.dtype, levels.outer_exponent, backend=message.backend)
+    y_S = dispatch.decode_chunks(codec, whole, gathered, x.dtype, levels.outer_exponent, backend=message.backend)
     measures = [levels.in_own_units(measure) for measure in measures]
     return y_S.reshape(p, *x.shape), merge(measures)
 
@@ -146,7 +146,7 @@ def _two_shot(levels: _Levels, chunks, sums):
         sent += some
     arrived = yield arrived
     for k, (received, x_S) in enumerate(zip(arrived, sums)):
-        wire, measure = backend.reduce_encode(
+        wire, measure = dispatch.reduce_encode(
             outer.codec, levels.of_host(chunks[k]), received, x_S, outer.rank, levels.outer_exponent,
             outer.key(levels.outer_key, 1, k), with_stats=outer.with_stats, backend=outer.backend,
         )  # fmt: skip
@@ -170,11 +170,11 @@ def _exchange(levels: _Levels, chunks, sums):
     gathered = yield gathered
     out = []
     for k, (received, x_S) in enumerate(zip(gathered, sums)):
-        total_S = backend.sum_decode(
+        total_S = dispatch.sum_decode(
             outer.codec, received, x_S.size, jnp.float32, levels.outer_exponent, backend=outer.backend
         )  # fmt: skip
         # The noise of a rank inside its host: that of the ranks which encode the same sums elsewhere.
-        wires, measure = backend.encode(
+        wires, measure = dispatch.encode(
             inner.codec, levels.of_host(chunks[k]), total_S, levels.exponent,
             inner.key(levels.inner_key, 1, k, inner.rank), with_stats=inner.with_stats, backend=inner.backend,
         )  # fmt: skip
@@ -200,7 +200,7 @@ class _Levels:
 
     def encode_outer(self, geometry: Geometry, x_S: jax.Array, hop: int, chunk: int):
         outer = self.outer
-        return backend.encode(
+        return dispatch.encode(
             outer.codec, geometry, x_S, self.outer_exponent, outer.key(self.outer_key, hop, chunk),
             with_stats=outer.with_stats, backend=outer.backend,
         )  # fmt: skip
@@ -225,7 +225,7 @@ class _Levels:
         return jnp.stack([self._sum(rows, wires_LHW[:, h], part) for h, part in enumerate(parts)])
 
     def _sum(self, geometry: Geometry, wires_LW: jax.Array, x_S: jax.Array) -> jax.Array:
-        return backend.reduce_decode(
+        return dispatch.reduce_decode(
             self.inner.codec, geometry, wires_LW, x_S, self.inner.rank, self.exponent, dtype=jnp.float32,
             backend=self.inner.backend,
         )  # fmt: skip

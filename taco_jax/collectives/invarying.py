@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from taco_jax.collectives.region import AxisName
+from taco_jax.collectives.manual_region import AxisName
 
 _same = Primitive("taco_jax_same_on_all_ranks")
 

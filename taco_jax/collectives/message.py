@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
-from taco_jax.block_scale import UNCALIBRATED
 from taco_jax.codec import Codec
-from taco_jax.collectives import hosts
-from taco_jax.collectives.region import AxisName, to_varying
-from taco_jax.elements import ELEMENTS
-from taco_jax.plan import Compression
+from taco_jax.codec.block_scale import UNCALIBRATED
+from taco_jax.codec.elements import ELEMENTS
+from taco_jax.collectives import comm_log, topology
+from taco_jax.collectives.manual_region import AxisName, to_varying
+from taco_jax.compression.compression import Compression
 
 Hops = list[tuple[str, int]]  # (HLO opcode, uint8 elements of its output on one device)
 
@@ -41,7 +40,7 @@ class Message:
       codec between hosts.
     with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
     group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
-    feedback: an all-reduce's result is (sum, this rank's error), see `feedback.py`.
+    feedback: an all-reduce's result is (sum, this rank's error), see `error_feedback.py`.
     """
 
     axis: AxisName
@@ -56,7 +55,7 @@ class Message:
     local: int = 0
     between: Codec | None = None
     with_stats: bool = False
-    group: hosts.Group | None = None
+    group: topology.Group | None = None
     feedback: bool = False
 
     @property
@@ -87,9 +86,9 @@ class Message:
         """The "inside" or "between" level of a hierarchical message, as a message of its own."""
         ranks = lax.axis_size(self.axis)
         if name == "inside":
-            codec, group = self.codec, hosts.inside(self.local)
+            codec, group = self.codec, topology.inside(self.local)
         else:
-            codec, group = self.between, hosts.between(ranks, self.local)
+            codec, group = self.between, topology.between(ranks, self.local)
         return dataclasses.replace(self, codec=codec, group=group, local=0, between=None, algorithm="auto", why="")
 
     @property
@@ -120,9 +119,9 @@ class Message:
         all_hops, levels = [*hops, *between], ()
         if self.local:
             of_levels = ((name, self.level(name), some) for name, some in (("inside", hops), ("between", between)))
-            levels = tuple(sites.Level(n, m.ranks, m.codec.name, _sent(some, m.ranks)) for n, m, some in of_levels)
+            levels = tuple(comm_log.Level(n, m.ranks, m.codec.name, _sent(some, m.ranks)) for n, m, some in of_levels)
         sent = sum(level.bytes for level in levels) if levels else _sent(hops, self.ranks)
-        sites.add(
+        comm_log.add(
             self.label.site, self.label.direction, op, self.axis, self.ranks, elements, dtype, levels=levels,
             how=self.how if op == "psum" else ("", ""),
             codec=self.codec.name, calls=self.label.calls, sent=sent, hlo=tuple((o, "uint8", n) for o, n in all_hops),

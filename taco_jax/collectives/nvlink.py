@@ -1,7 +1,7 @@
 """The collectives as one kernel each that writes into peers' memory (`pallas_kernels/nvlink`), and when that is taken.
 
-Values are those of the kernels and NCCL collectives of `two_shot.py`, `one_shot.py` and `move.py`, bit for bit, where
-messages are whole groups of 8 rows of 128; the last few elements of others are summed exactly.
+Values are those of the kernels and NCCL collectives of `two_shot.py`, `one_shot.py` and `gather_permute.py`, bit for
+bit, where messages are whole groups of 8 rows of 128; the last few elements of others are summed exactly.
 
 Dim letters: P ranks, S elements of x, N elements of a message.
 """
@@ -19,15 +19,15 @@ from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
-from taco_jax import backend, sites
-from taco_jax.collectives import one_shot, two_shot
+from taco_jax.codec.wire import round_up
+from taco_jax.collectives import comm_log, one_shot, two_shot
+from taco_jax.collectives.async_collective import Hopping, UnderWay
 from taco_jax.collectives.by_mesh import by_mesh
 from taco_jax.collectives.chunks import chunk_elements
-from taco_jax.collectives.hops import Hopping, UnderWay
+from taco_jax.collectives.manual_region import axis_tuple, to_varying
 from taco_jax.collectives.message import Message
-from taco_jax.collectives.region import axis_tuple, to_varying
 from taco_jax.compat import as_varying, varying_axes
-from taco_jax.wire import round_up
+from taco_jax.compression import dispatch
 
 HOPS = 1
 
@@ -42,7 +42,7 @@ def takes(message: Message, operation: str, x: jax.Array) -> bool:
     reason = obstacle(message, operation, x)
     if reason is None:
         found = "one kernel over NVLink writes into peers' memory" if message.link == "auto" else "nvlink was asked for"
-    backend.note(message.codec, operation, ("nccl", reason) if reason else ("nvlink", found))
+    dispatch.note(message.codec, operation, ("nccl", reason) if reason else ("nvlink", found))
     if reason and message.link == "nvlink":
         raise KernelUnavailableError(
             f"link 'nvlink' cannot {operation} codec {message.codec.name!r}: {reason}; use link 'auto' or 'nccl'"
@@ -63,13 +63,13 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
         return "it goes in levels, inside hosts and between, and NVLink kernels are for one host"
     if len(axis_tuple(message.axis)) != 1:
         return f"it goes over the axes {message.axis}, and NVLink kernels over one"
-    if (reason := backend.without_format(message.codec)) is not None:
+    if (reason := dispatch.without_format(message.codec)) is not None:
         return reason
     if message.with_stats:
         return "statistics are counted by the jnp codec"
     sizes = {"all_reduce": _geometry(message, _whole(message, x.size)).per_message, "all_gather": x.size}
     n = sizes.get(operation, x.size // message.ranks)
-    fmt = backend.to_format(message.codec)
+    fmt = dispatch.to_format(message.codec)
     return kernels.obstacle(fmt, operation, str(x.dtype), message.ranks, n)
 
 
@@ -81,7 +81,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     geometry = _geometry(message, whole)
 
     def fused(x_S, exponent):
-        y, measure = kernels.all_reduce(backend.to_format(codec), geometry, x_S, axis, exponent)
+        y, measure = kernels.all_reduce(dispatch.to_format(codec), geometry, x_S, axis, exponent)
         if whole < x.size:
             tail = lax.psum(x_S[whole:].astype(jnp.float32), axis).astype(x.dtype)
             y = jnp.concatenate([as_varying(y, varying_axes(tail)), tail])
@@ -96,7 +96,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     if whole < x.size:
         label, n = message.label, x.size - whole
         exact = {"kind": "other", "calls": label.calls}
-        sites.add(label.site, label.direction, "psum", axis, message.ranks, n, jnp.dtype(jnp.float32), **exact)
+        comm_log.add(label.site, label.direction, "psum", axis, message.ranks, n, jnp.dtype(jnp.float32), **exact)
     (y,) = yield [y]
     return y.reshape(x.shape), measure
 
@@ -105,10 +105,10 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     """Row r of the summed [P, N] for rank r, x's dtype[N], the own term unquantised."""
     (axis,) = axis_tuple(message.axis)
     p, n = x_PN.shape
-    fused = lambda x, exponent: kernels.reduce_scatter(backend.to_format(message.codec), x, axis, exponent)
+    fused = lambda x, exponent: kernels.reduce_scatter(dispatch.to_format(message.codec), x, axis, exponent)
     separate = lambda x, exponent: two_shot.reduce_scatter(message, x, exponent, key)
     y, measure = run(message, fused, separate, (to_varying(x_PN, axis),), exponent, to="varying")
-    _record(message, "psum_scatter", x_PN, backend.Geometry(p * n, p, n), 1)
+    _record(message, "psum_scatter", x_PN, dispatch.Geometry(p * n, p, n), 1)
     return y, measure
 
 
@@ -117,12 +117,12 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str, separate)
     (axis,) = axis_tuple(message.axis)
 
     def fused(x, exponent):
-        y_PN, measure = kernels.all_gather(backend.to_format(message.codec), x.reshape(-1), axis, exponent)
+        y_PN, measure = kernels.all_gather(dispatch.to_format(message.codec), x.reshape(-1), axis, exponent)
         return y_PN.reshape(-1, *x.shape), measure
 
     y, measure = run(message, fused, separate, (to_varying(x, axis),), exponent, to=to)
     whole = jax.ShapeDtypeStruct((message.ranks * x.size,), x.dtype)
-    _record(message, "all_gather", whole, backend.Geometry(x.size, 1, x.size), 1)
+    _record(message, "all_gather", whole, dispatch.Geometry(x.size, 1, x.size), 1)
     return y, measure
 
 
@@ -143,7 +143,7 @@ def run(message: Message, fused: Callable, separate: Callable, operands, exponen
 
     def aside(*inputs):
         with contextlib.ExitStack() as stack:
-            for quiet in (sites.record, backend.record):
+            for quiet in (comm_log.record, dispatch.record):
                 stack.enter_context(quiet())
             return typed(separate)(*inputs)
 
@@ -160,16 +160,16 @@ def _group(message: Message) -> int:
     return 8 * max(128, message.codec.block)
 
 
-def _geometry(message: Message, size: int) -> backend.Geometry:
+def _geometry(message: Message, size: int) -> dispatch.Geometry:
     """The messages of an all-reduce of `size` elements: one, or one for each owner."""
     size = max(1, size)
     if message.in_one_shot:
-        return backend.Geometry(size, 1, size)
+        return dispatch.Geometry(size, 1, size)
     n = round_up(chunk_elements(message.codec, size, message.ranks), _group(message))
-    return backend.Geometry(size, message.ranks, n)
+    return dispatch.Geometry(size, message.ranks, n)
 
 
-def _record(message: Message, op: str, x, geometry: backend.Geometry, hops: int) -> None:
+def _record(message: Message, op: str, x, geometry: dispatch.Geometry, hops: int) -> None:
     """Lists what is written into peers' memory: in each hop as many frames as the result has in messages."""
-    frames = message.ranks * kernels.message_bytes(backend.to_format(message.codec), geometry)
+    frames = message.ranks * kernels.message_bytes(dispatch.to_format(message.codec), geometry)
     message.record(op, x.size, x.dtype, [("custom-call", frames)] * hops)

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import backend
-from taco_jax.collectives import errors
+from taco_jax.collectives import residuals
+from taco_jax.collectives.async_collective import Hopping
 from taco_jax.collectives.chunks import chunk_elements, cut
-from taco_jax.collectives.exchange import after, gather, send_chunks, swap
-from taco_jax.collectives.hops import Hopping
+from taco_jax.collectives.manual_region import to_varying
 from taco_jax.collectives.message import Message, merge
-from taco_jax.collectives.region import to_varying
+from taco_jax.collectives.transport import after, gather, send_chunks, swap
+from taco_jax.compression import dispatch
 
 HOPS = 2
 
@@ -30,7 +30,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops. With
     `message.feedback` the result is (sum, error): the owner of a share answers for the second hop's part of it."""
     codec, p = message.codec, message.ranks
-    share = backend.Geometry(x.size, p, chunk_elements(codec, x.size, p))
+    share = dispatch.Geometry(x.size, p, chunk_elements(codec, x.size, p))
     x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
     chunks = cut(share, message.chunks, codec.block)
     own = [] if message.feedback else None
@@ -39,21 +39,21 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     arrived = yield arrived
     gathered, lost = [], []
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
-        wire, measure = backend.reduce_encode(
+        wire, measure = dispatch.reduce_encode(
             codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
         if message.feedback:
-            lost.append(errors.of_share(message, geometry, received, x_S, rank, exponent, wire))
+            lost.append(residuals.of_share(message, geometry, received, x_S, rank, exponent, wire))
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
         hops += sent
     message.record("psum", x.size, x.dtype, hops)
     gathered = yield gathered
-    y = backend.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
+    y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
     if message.feedback:
-        error_S = errors.of_wires(message, chunks, own, x_S, exponent, (rank, lost))
+        error_S = residuals.of_wires(message, chunks, own, x_S, exponent, (rank, lost))
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -62,10 +62,10 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
-    chunks = cut(backend.Geometry(p * n, p, n), message.chunks, codec.block)
+    chunks = cut(dispatch.Geometry(p * n, p, n), message.chunks, codec.block)
     arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, lambda wires: swap(message, wires))
     pieces = [
-        backend.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend)
+        dispatch.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend)
         for geometry, received in zip(chunks, arrived)
     ]
     message.record("psum_scatter", p * n, x_PN.dtype, hops)

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from taco_jax import cli
-from taco_jax.config import ConfigError, nearest
+from taco_jax.config import ConfigError, cli, nearest
 
 DESCRIPTION = """The loss of a model on a text, exact and with the sums over devices compressed.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
 from taco_jax.inference.settings import ROWS, Layout
@@ -93,7 +93,7 @@ def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tu
             of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacked)
             return layer(carry, index, of_layer, sites_of)
 
-        with sites.repeat(segment.stop - segment.start):
+        with comm_log.repeat(segment.stop - segment.start):
             carry, result = lax.scan(one, carry, jnp.arange(segment.start, segment.stop))
         results.append(result)
     return carry, results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)

@@ -9,8 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from taco_jax import cli
-from taco_jax.config import ConfigError
+from taco_jax.config import ConfigError, cli
 from taco_jax.inference.flags import ModelFlags
 
 DESCRIPTION = """Go on with prompts, with compressed tensor parallelism.

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from taco_jax.codec import Codec
+from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError
+from taco_jax.inference.compiled import Programs, bucket
 from taco_jax.inference.loading import Checkpoint, in_memory, load_params, open_checkpoint
-from taco_jax.inference.programs import Programs, bucket
 from taco_jax.inference.sampling import NOT_FINITE, Sampling, why_not_finite
 from taco_jax.inference.settings import Settings
 from taco_jax.inference.text import missing_tokenizer
 from taco_jax.mesh import make_mesh
 from taco_jax.models.config import ModelConfig
-from taco_jax.plan import Compression
 
 Prompt = str | Sequence[int]
 

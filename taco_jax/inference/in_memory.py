@@ -24,7 +24,7 @@ from taco_jax.inference.finite import finite, not_finite
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, valid_tp
 from taco_jax.models.params import init_params, param_specs
-from taco_jax.vocab import pad_vocab
+from taco_jax.nn.vocab_parallel import pad_vocab
 
 
 @dataclasses.dataclass(frozen=True)

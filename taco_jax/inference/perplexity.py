@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.inference.forward import angles, scan_layers, stream_of
 from taco_jax.inference.settings import ROWS, Layout, Settings
 from taco_jax.models import decoder, feedback
@@ -101,7 +101,7 @@ class Evaluation:
         )  # fmt: skip
         program, everywhere = jax.jit(mapped), NamedSharding(mesh, P())
         nll, best, power = [], [], {}
-        with sites.record() as table:
+        with comm_log.record() as table:
             for tokens_L, targets_L, real_L in zip(self.tokens, self.targets, self.real):
                 batch = jax.device_put((tokens_L[None], targets_L[None]), everywhere)
                 nll_BL, best_BL, of_sites = jax.device_get(program(self.params, *batch))

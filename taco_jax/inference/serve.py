@@ -10,10 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from taco_jax import cli
-from taco_jax.config import ConfigError
-from taco_jax.distributed import leave
+from taco_jax.config import ConfigError, cli
 from taco_jax.inference.flags import ModelFlags
+from taco_jax.launch.distributed import leave
 
 DESCRIPTION = """Serve a model over HTTP with OpenAI's API, with compressed tensor parallelism.
 
@@ -140,8 +139,8 @@ def _start(config: ServeConfig, service):
     import jax
 
     from taco_jax.inference.sampling import NOT_FINITE, why_not_finite
+    from taco_jax.inference.serving.batch_programs import RowPrograms
     from taco_jax.inference.serving.engine import Engine
-    from taco_jax.inference.serving.programs import RowPrograms
     from taco_jax.inference.text import missing_tokenizer
 
     say = lambda text: cli.say(text, sys.stderr)

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from taco_jax import tuned
 from taco_jax.codec import Codec
+from taco_jax.codec.elements import ELEMENTS
+from taco_jax.compression import tuned
+from taco_jax.compression.compression import Compression, Plan, as_compression, without_key
+from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
-from taco_jax.elements import ELEMENTS
 from taco_jax.models.attention import implementation
 from taco_jax.models.config import ModelConfig, validate
-from taco_jax.models.parallel import Parallel
-from taco_jax.plan import Compression, Plan, as_compression, without_key
-from taco_jax.scales import SiteScales
+from taco_jax.models.run_config import Parallel
 
 ROWS = ("attn/out", "mlp/down")
 DTYPES = ("bfloat16", "float32", "float16")

@@ -17,8 +17,8 @@ from jax import lax
 from pallas_kernels.devices import compute_capability
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import rms_norm
-from taco_jax.models.parallel import Parallel
 from taco_jax.models.projections import Dense, column
+from taco_jax.models.run_config import Parallel
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from taco_jax.collectives.differentiable import OUTPUT_NAME
+from taco_jax.collectives.vjp import OUTPUT_NAME
 from taco_jax.compat import barrier
+from taco_jax.compression.site_scales import SiteScales, fork
 from taco_jax.models.feedback import Stream
-from taco_jax.models.parallel import Parallel
 from taco_jax.models.projections import add_bias, add_up, enter, row, row_sum
-from taco_jax.scales import SiteScales, fork
+from taco_jax.models.run_config import Parallel
 
 State = Mapping[str, SiteScales | None]
 

@@ -19,18 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites, vocab
+from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
+from taco_jax.compression.site_scales import SiteScales
 from taco_jax.models import chains, feedback
 from taco_jax.models.attention import Attend, attention, causal, kv_replicated, rope_angles
 from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.mlp import mlp
 from taco_jax.models.norms import norm
-from taco_jax.models.parallel import Parallel, own_rows, remat, use_replicated
 from taco_jax.models.params import count_params, init_params, param_specs
+from taco_jax.models.run_config import Parallel, own_rows, remat, use_replicated
 from taco_jax.models.schedule import scheduled
-from taco_jax.scales import SiteScales
+from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import to_varying
 
 __all__ = [
@@ -75,7 +76,7 @@ def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parall
     `positions_BL` (default: 0 to L - 1 in each sequence) needs whole sequences, no sequence parallelism.
     """
     _check_length(tokens_BL.shape[1], config, par)
-    x_BLD = vocab.embed(
+    x_BLD = vocab_parallel.embed(
         params["embed"]["table"], tokens_BL, par.axis, par.compression("embed"), state.get("embed"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, dtype=par.dtype, site="embed",
     )  # fmt: skip
@@ -102,7 +103,7 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
-    with sites.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
+    with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
         stream = feedback.start(x_BLD, par, (half.leaves for half in both))
         if stream.error_BLD is not None:
             # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
@@ -146,7 +147,7 @@ def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL
 def head_loss(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
               par: Parallel, state: State) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`loss` of an x_BLD that the final normalisation has made."""
-    return vocab.cross_entropy(
+    return vocab_parallel.cross_entropy(
         x_BLD, _head(params, config), targets_BL, weights_BL, par.axis, par.compression("head"), state.get("head"),
         vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim, precision=par.precision,
         site="head",
@@ -160,7 +161,7 @@ def logits(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Paral
 
 def head_logits(params: Params, x_BLD: jax.Array, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
     """`logits` of an x_BLD that the final normalisation has made."""
-    return vocab.logits(
+    return vocab_parallel.logits(
         x_BLD, _head(params, config), par.axis, par.compression("head"), state.get("head"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision, site="head",
     )  # fmt: skip
@@ -169,7 +170,7 @@ def head_logits(params: Params, x_BLD: jax.Array, config: ModelConfig, par: Para
 def head_score(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, config: ModelConfig,
                par: Parallel) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """(negative log-likelihoods float32[B, L], most likely ids int32[B, L]) of an x_BLD as in `head_logits`."""
-    return vocab.score(
+    return vocab_parallel.score(
         x_BLD, _head(params, config), targets_BL, par.axis, vocab_size=config.vocab_size, precision=par.precision
     )
 

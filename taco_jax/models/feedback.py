@@ -1,4 +1,4 @@
-"""The error that a decoder's row-parallel sums carry along the residual stream (`taco_jax.collectives.feedback`).
+"""The error that a decoder's row-parallel sums carry along the residual stream (`taco_jax.collectives.error_feedback`).
 
     x_0, e_0 = embedding, 0        (y_i, e_i) = sum with feedback of (u_i, e_{i-1})        x_i = x_{i-1} + y_i
 
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
-from taco_jax.models.parallel import Parallel
+from taco_jax.models.run_config import Parallel
 from taco_jax.tensor_parallel import loses, to_varying
 
 
@@ -41,5 +41,5 @@ def deliver(stream: Stream, par: Parallel, site: str) -> jax.Array:
     x_BLD, error_BLD = stream
     if error_BLD is None:
         return x_BLD
-    sites.exact(site, "forward", "psum", par.axis, error_BLD, kind="activation")
+    comm_log.exact(site, "forward", "psum", par.axis, error_BLD, kind="activation")
     return (x_BLD.astype(jnp.float32) + lax.psum(error_BLD, par.axis)).astype(x_BLD.dtype)

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.parallel import Parallel
 from taco_jax.models.projections import column
+from taco_jax.models.run_config import Parallel
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax.models.attention import kv_replicated
 from taco_jax.models.config import ModelConfig, validate
-from taco_jax.vocab import pad_vocab
+from taco_jax.nn.vocab_parallel import pad_vocab
 
 
 class _Leaf(NamedTuple):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from taco_jax.models.parallel import Parallel
-from taco_jax.scales import SiteScales
+from taco_jax.compression.site_scales import SiteScales
+from taco_jax.models.run_config import Parallel
 from taco_jax.tensor_parallel import (
     column_product,
     copy_to_tp,

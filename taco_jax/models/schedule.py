@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from taco_jax import sites
-from taco_jax.collectives.differentiable import as_slot
-from taco_jax.collectives.hops import UnderWay
+from taco_jax.collectives import comm_log
+from taco_jax.collectives.async_collective import UnderWay
+from taco_jax.collectives.vjp import as_slot
+from taco_jax.compression.site_scales import SiteScales, merge_uses
 from taco_jax.models.chains import Half, State
-from taco_jax.models.parallel import Parallel, remat
 from taco_jax.models.projections import add_bias, row
-from taco_jax.scales import SiteScales, merge_uses
+from taco_jax.models.run_config import Parallel, remat
 from taco_jax.tensor_parallel import start_sum, to_varying
 
 
@@ -35,7 +35,7 @@ def scheduled(halves: tuple[Half, ...], par: Parallel) -> Callable:
 
     Call it where the layer's messages are counted (`sites.repeat`). First derivatives only.
     """
-    calls = {direction: sites.current_calls(direction) for direction in ("forward", "backward")}
+    calls = {direction: comm_log.current_calls(direction) for direction in ("forward", "backward")}
 
     @jax.custom_vjp
     def layer(xs, params, state: State, shared):

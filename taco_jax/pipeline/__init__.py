@@ -3,6 +3,6 @@
 Everything runs inside the same full-manual shard_map as the rest of the step.
 """
 
-from taco_jax.pipeline.schedule import SCHEDULES, Schedule
+from taco_jax.config.schedule import SCHEDULES, Schedule
 
 __all__ = ["SCHEDULES", "Schedule"]

@@ -4,7 +4,7 @@ In every tick a stage takes what arrived, runs the layers of one chunk and sends
 on zeros (a conditional would keep the weights as residuals of every tick) and takes part in nothing that counts. The
 activations of all microbatches are kept until the backward pass, as `remat` says: memory grows with their number.
 
-GPipe: Huang et al., arXiv 1811.06965. Circular: `schedule.py`.
+GPipe: Huang et al., arXiv 1811.06965. Circular: `taco_jax/config/schedule.py`.
 
 Dims: M microbatches, T ticks, B sequences of a microbatch, L length, D model, V chunks, N layers of a chunk.
 """
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
+from taco_jax.compression.site_scales import SiteScales, stack_uses
+from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.parallel import Parallel
+from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import send, stages
-from taco_jax.pipeline.schedule import Schedule
-from taco_jax.scales import SiteScales, stack_uses
 from taco_jax.tensor_parallel import to_varying
 
 
@@ -69,7 +69,7 @@ def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axe
         receives = next_live & ~(first & (next_chunk == 0))
         return send.send(y_BLD, sent, sends, receives, par, ring=ring), y_BLD
 
-    with sites.repeat(ticks):
+    with comm_log.repeat(ticks):
         nothing_BLD = to_varying(jnp.zeros_like(x_MBLD[0]), axes)
         _, y_TBLD = lax.scan(tick, nothing_BLD, (jnp.arange(ticks), x_MBLD[starts], slots))
     return y_TBLD[np.array(ends)].reshape(x_BLD.shape)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.parallel import Parallel
+from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import send, stages
-from taco_jax.pipeline.schedule import Schedule
 from taco_jax.tensor_parallel import to_varying
 
 

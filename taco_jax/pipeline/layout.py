@@ -14,8 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.collectives.region import axis_tuple
-from taco_jax.pipeline.schedule import Schedule
+from taco_jax.collectives.manual_region import axis_tuple
+from taco_jax.config.schedule import Schedule
 from taco_jax.pipeline.send import AXIS
 
 

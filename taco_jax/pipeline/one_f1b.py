@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
+from taco_jax.compression.site_scales import SiteScales, merge_uses
+from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.parallel import Parallel
+from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import send, stages
-from taco_jax.pipeline.schedule import Schedule
-from taco_jax.scales import SiteScales, merge_uses
 from taco_jax.tensor_parallel import to_varying
 
 
@@ -71,16 +71,16 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
         return {site: SiteScales(exponents[site], slot) for site, slot in slots.items()}
 
     def embed(params, slots, m):
-        with sites.repeat(schedule.microbatches), sites.forward_again():
+        with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
             return to_varying(decoder.embed(params, microbatch(m)[0], config, par, state(slots)), axes)
 
     def run_layers(params, x_BLD, slots):
-        with sites.repeat(schedule.microbatches), sites.forward_again():
+        with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
             return decoder.layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state(slots))
 
     def head_loss(params, y_BLD, slots, m):
         _, targets_BL, weights_BL = microbatch(m)
-        with sites.repeat(schedule.microbatches):
+        with comm_log.repeat(schedule.microbatches):
             nll, _ = stages.head_loss(params, y_BLD, targets_BL, weights_BL, config, par, state(slots))
         return to_varying(scale * nll, loss_axes)
 
@@ -132,7 +132,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
             scales = state(slots).get(send.SITE)
             return send.send(y_BLD, scales, forwards, live & ~first, par, ring=False)
 
-        with sites.repeat(schedule.ticks):
+        with comm_log.repeat(schedule.ticks):
             received_BLD, pull = jax.vjp(to_next, y_BLD, only(send.SITE))
         ct_BLD, measures = pull(ct_BLD)
         return (ring_RBLD, received_BLD, ct_BLD, sums.plus({}, measures)), None

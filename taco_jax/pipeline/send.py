@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import collectives
+from taco_jax.compression.compression import Compression, as_compression
+from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import TrainConfig
-from taco_jax.models.parallel import Parallel
-from taco_jax.plan import Compression, as_compression
-from taco_jax.scales import SiteScales
+from taco_jax.models.run_config import Parallel
 
 AXIS = "pp"
 SITE = "pp/act"

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
+from taco_jax.compression.site_scales import SiteScales
+from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.norms import norm
-from taco_jax.models.parallel import Parallel
-from taco_jax.pipeline.schedule import Schedule
+from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline.send import AXIS
-from taco_jax.scales import SiteScales
 from taco_jax.tensor_parallel import to_varying
 
 State = Mapping[str, SiteScales | None]
@@ -79,8 +79,8 @@ def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Arr
     """(loss, gradients): what each stage has its own part of summed, the loss and whatever is in no layer."""
     shared = {name: value for name, value in grads.items() if name != "layers"}
     size = sum(leaf.size for leaf in jax.tree.leaves(shared))
-    sites.exact("pp/grads", "backward", "psum", AXIS, jax.ShapeDtypeStruct((size,), jnp.float32))
-    sites.exact("pp/loss", "backward", "psum", AXIS, total)
+    comm_log.exact("pp/grads", "backward", "psum", AXIS, jax.ShapeDtypeStruct((size,), jnp.float32))
+    comm_log.exact("pp/loss", "backward", "psum", AXIS, total)
     return lax.psum(total, AXIS), dict(grads, **lax.psum(shared, AXIS))
 
 

@@ -21,8 +21,8 @@ from spelled_out import every_size
 import taco_jax
 from pallas_kernels import Geometry, compat, nvlink
 from taco_jax import CODECS
-from taco_jax.backend import to_format
 from taco_jax.collectives import to_varying
+from taco_jax.compression.dispatch import to_format
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="NVLink kernels need jax 0.11")
 

@@ -11,9 +11,9 @@ from jax import lax
 
 from pallas_kernels import compat, product
 from taco_jax import CODECS
-from taco_jax.backend import to_format
 from taco_jax.collectives import to_varying
-from taco_jax.plan import Compression
+from taco_jax.compression.compression import Compression
+from taco_jax.compression.dispatch import to_format
 from taco_jax.tensor_parallel import column_dense, row_dense
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="kernels over NVLink need jax 0.11")

@@ -16,8 +16,9 @@ from spelled_out import every_size
 import taco_jax
 from pallas_kernels import compat, mosaic
 from pallas_kernels.mosaic import pipeline
-from taco_jax import CODECS, backend
+from taco_jax import CODECS
 from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.compression import dispatch
 
 S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block
 RAGGED = (S + 37, S + 128 * 3 + 8, S - 1)
@@ -161,8 +162,8 @@ def test_kernels_read_whole_wires(decode):
     def f(bytes_):
         wires = bytes_[5 : 5 + 2 * w].reshape(2, w)
         if decode == "decode":
-            return backend.decode(codec, backend.Geometry(2 * n, 2, n), wires, jnp.bfloat16, None)
-        return backend.sum_decode(codec, wires, n, jnp.bfloat16, None)
+            return dispatch.decode(codec, dispatch.Geometry(2 * n, 2, n), wires, jnp.bfloat16, None)
+        return dispatch.sum_decode(codec, wires, n, jnp.bfloat16, None)
 
     compiled = compile_on_four(f, jax.ShapeDtypeStruct((2 * w + 5000,), jnp.uint8))
     assert kernels(compiled) == 1
@@ -184,7 +185,7 @@ def test_kernels_read_and_write_whole_buffers(f):
 def test_each_kernel_draws_from_a_counter_of_its_own():
     # A constant is never written to: every launch gets a copy of 4 bytes, in a loop as well.
     def f(x):
-        fmt, geometry = backend.to_format(CODECS["int8h"]), backend.Geometry(DRAWN, 4, DRAWN // 4)
+        fmt, geometry = dispatch.to_format(CODECS["int8h"]), dispatch.Geometry(DRAWN, 4, DRAWN // 4)
 
         def body(carry, _):
             wires, _ = mosaic.encode(fmt, geometry, carry, None, None)

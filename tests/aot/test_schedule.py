@@ -8,7 +8,7 @@ from aot.topology import devices
 from jax.sharding import AxisType
 
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from taco_jax.step import build
+from taco_jax.train.step import build
 
 MODEL = ModelConfig(
     vocab_size=4096, d_model=2048, n_layers=2, n_heads=16, n_kv_heads=4, head_dim=128, d_mlp=8192, qkv_bias=True

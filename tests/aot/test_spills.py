@@ -14,7 +14,7 @@ from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle,
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS
-from taco_jax.backend import to_format
+from taco_jax.compression.dispatch import to_format
 
 ROUNDINGS = ("nearest", "stochastic")
 # Enough tiles for four warpgroups a multiprocessor, dealt out to them; so many that they draw them; and few, for one.

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "pack-shift",
         "codes that straddle two bytes are packed one bit off",
-        "taco_jax/wire.py",
+        "taco_jax/codec/wire.py",
         "part = q[..., i, :] << shift if shift >= 0 else q[..., i, :] >> -shift",
         "part = q[..., i, :] << shift if shift >= 0 else q[..., i, :] >> (-shift - 1)",
         ("tests/test_wire.py",),
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "unpack-mask",
         "unpacked codes keep a neighbour's bit",
-        "taco_jax/wire.py",
+        "taco_jax/codec/wire.py",
         "out.append(code & jnp.uint8((1 << bits) - 1))",
         "out.append(code & jnp.uint8((2 << bits) - 1))",
         ("tests/test_wire.py",),
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "section-bytes",
         "sections of a message start at multiples of 64 bytes, everywhere alike",
-        "taco_jax/wire.py",
+        "taco_jax/codec/wire.py",
         "SECTION_BYTES = 128",
         "SECTION_BYTES = 64",
         ("tests/test_wire.py", "tests/pallas_kernels/test_formats.py"),
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "message-bytes",
         "messages are multiples of 512 bytes, everywhere alike",
-        "taco_jax/wire.py",
+        "taco_jax/codec/wire.py",
         "MESSAGE_BYTES = 1024",
         "MESSAGE_BYTES = 512",
         ("tests/test_wire.py", "tests/pallas_kernels/test_formats.py"),
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "byte-planes",
         "byte planes of scales are written most significant first",
-        "taco_jax/wire.py",
+        "taco_jax/codec/wire.py",
         "return [(words >> (8 * i)).astype(jnp.uint8) for i in range(n_bytes)]",
         "return [(words >> (8 * i)).astype(jnp.uint8) for i in reversed(range(n_bytes))]",
         ("tests/test_wire.py",),
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "scale-nearest",
         "bfloat16 block scales are rounded to nearest instead of up",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "word = (bits + 0xFFFF) >> 16",
         "word = (bits + 0x7FFF) >> 16",
         ("tests/test_codec.py -k message_is_the_reference",),
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "ue5m3-down",
         "the scale byte of a calibrated site is rounded down",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 1, 254)",
         "c_site = jnp.clip((bits >> 20) - a8 - 896, 1, 254)",
         ("tests/test_codec.py -k calibrated_message",),
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "ue5m3-zero",
         "a block far below its site's scale gets the scale byte 0",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 1, 254)",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 0, 254)",
         ("tests/test_codec_values.py -k saturate",),
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "uncalibrated",
         "an uncalibrated site writes the byte of a calibrated one",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "c = jnp.where(calibrated, c_site, c)",
         "c = c_site",
         ("tests/test_codec_values.py -k uncalibrated",),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "exponent-clip",
         "site exponents are clipped at 127, where scales are no normal float32",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "MAX_EXPONENT = 111",
         "MAX_EXPONENT = 127",
         ("tests/pallas_kernels/test_formats.py",),
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "ocp-bias",
         "mxint8's shared exponent lacks OCP's 2^6",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         'return 6 if element.name == "int8" else 0',
         "return 0",
         ("tests/test_codec.py -k ocp_decoder",),
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "nan-dropped",
         "a block's maximum drops NaN",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)",
         "return jnp.nanmax(jnp.abs(x), axis=axis)",
         ("tests/test_codec_values.py -k 'not_finite or never_lost'",),
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "inf-is-a-value",
         "a block with an Inf counts as finite",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "finite = amax < jnp.inf  # False for NaN too",
         "finite = ~jnp.isnan(amax)",
         ("tests/test_codec_values.py -k not_finite",),
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "paper-alpha",
         "the paper's alpha is multiplied instead of divided when it is read",
-        "taco_jax/block_scale.py",
+        "taco_jax/codec/block_scale.py",
         "return _float(wire.join_bytes(planes[4:])) / alpha",
         "return _float(wire.join_bytes(planes[4:])) * alpha",
         ("tests/test_codec_values.py -k snr",),
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "clip-maximum",
         "e5m2 clips at 448, as the paper's published code does",
-        "taco_jax/elements.py",
+        "taco_jax/codec/elements.py",
         'Element("e5m2", 8, 57344.0, 2, -14, nan=0x7E)',
         'Element("e5m2", 8, 448.0, 2, -14, nan=0x7E)',
         ("tests/test_elements.py",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "round-half-up",
         "halves are rounded up instead of to even",
-        "taco_jax/elements.py",
+        "taco_jax/codec/elements.py",
         "return jnp.round(v) if noise is None else jnp.floor(v + noise)",
         "return jnp.floor(v + 0.5) if noise is None else jnp.floor(v + noise)",
         ("tests/test_elements.py",),
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "stochastic-bias",
         "stochastic rounding of negative integers goes towards zero",
-        "taco_jax/elements.py",
+        "taco_jax/codec/elements.py",
         "return jnp.round(v) if noise is None else jnp.floor(v + noise)",
         "return jnp.round(v) if noise is None else jnp.trunc(v + noise)",
         ("tests/test_elements.py -k stochastic",),
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "noise-message",
         "all messages of a call draw the same noise",
-        "taco_jax/noise.py",
+        "taco_jax/codec/stochastic_rounding.py",
         "(seed[1] + p * jnp.uint32(_GOLDEN))",
         "(seed[1] + p * jnp.uint32(0))",
         ("tests/test_noise.py",),
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "hadamard-scale",
         "the rotation is divided by B instead of its root",
-        "taco_jax/hadamard.py",
+        "taco_jax/codec/hadamard.py",
         "return z * np.float32(1.0 / np.sqrt(block))",
         "return z * np.float32(1.0 / block)",
         ("tests/test_hadamard.py",),
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "hadamard-order",
         "another orthonormal symmetric matrix of +-1: rotations still invert, bytes differ",
-        "taco_jax/hadamard.py",
+        "taco_jax/codec/hadamard.py",
         "h = np.block([[h, h], [h, -h]])",
         "h = np.block([[-h, h], [h, h]])",
         ("tests/test_hadamard.py",),
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "signs-kept",
         "the random signs are not taken off when a block is rotated back",
-        "taco_jax/hadamard.py",
+        "taco_jax/codec/hadamard.py",
         'return x * block_signs(block) if rotation == "signed_hadamard" else x',
         "return x",
         ("tests/test_hadamard.py",),
@@ -174,7 +174,7 @@ MUTANTS = (
     Mutant(
         "signs-hash",
         "another constant in the hash of the random signs",
-        "taco_jax/hadamard.py",
+        "taco_jax/codec/hadamard.py",
         "np.uint64(0x846CA68B)",
         "np.uint64(0x846CA68D)",
         ("tests/test_hadamard.py",),
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "padding",
         "a partial last block is padded with ones instead of zeros",
-        "taco_jax/codec.py",
+        "taco_jax/codec/codec.py",
         "jnp.zeros_like(x, shape=(*leading, padding))",
         "jnp.ones_like(x, shape=(*leading, padding))",
         ("tests/test_codec.py -k 'message_is_the_reference or partial'",),
@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "tah-share",
         "TAH gives 4 bits to the whole tiles of 80 % only, rounded down",
-        "taco_jax/tiles.py",
+        "taco_jax/codec/tah.py",
         "return -(-n_tiles * SHARE[0] // SHARE[1])",
         "return n_tiles * SHARE[0] // SHARE[1]",
         ("tests/test_tiles.py -k 'by_hand or what_the_description_says'",),
@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         "tah-nan",
         "a TAH tile that is not finite has a number where its largest element was",
-        "taco_jax/tiles.py",
+        "taco_jax/codec/tah.py",
         "at_d & ~jnp.isnan(s)[..., None]",
         "at_d",
         ("tests/test_tiles.py -k not_finite",),

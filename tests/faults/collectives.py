@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "own-quantised",
         "the owner's own term is quantised on the first hop",
-        "taco_jax/backend.py",
+        "taco_jax/compression/dispatch.py",
         "lax.select(rank == p, own_MB, z_MB)",
         "z_MB",
         ("tests/test_collectives.py -k values_bytes",),
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "sum-order",
         "terms are added from the last rank to the first",
-        "taco_jax/backend.py",
+        "taco_jax/compression/dispatch.py",
         "    total = terms[0]\n    for term in terms[1:]:",
         "    total = terms[-1]\n    for term in terms[-2::-1]:",
         ("tests/test_collectives.py -k rank_order",),
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "ring-order",
         "what arrives by the ring is put in the places of other ranks",
-        "taco_jax/collectives/exchange.py",
+        "taco_jax/collectives/transport.py",
         "steps = (rank - jnp.arange(p)) % p",
         "steps = (rank + jnp.arange(p)) % p",
         ("tests/test_chunks.py -k ring",),
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "scatter-dim",
         "psum_scatter cuts its dim in strides instead of runs",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "parts = x.reshape(*x.shape[:dim], ranks, size // ranks, *x.shape[dim + 1 :])\n"
         "        parts = jnp.moveaxis(parts, dim, 0)",
         "parts = x.reshape(*x.shape[:dim], size // ranks, ranks, *x.shape[dim + 1 :])\n"
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "gather-order",
         "all_gather joins the ranks' shards in reverse",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "y = jnp.moveaxis(y, 0, dim)",
         "y = jnp.moveaxis(y[::-1], 0, dim)",
         ("tests/test_collectives.py -k values_bytes",),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "permute-backward",
         "ppermute's gradient goes the way of the values instead of back",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "perm=tuple((d, s) for s, d in op.perm)",
         "perm=op.perm",
         ("tests/test_axis_order.py -k gradients_go_back", "tests/test_autodiff.py -k every_collective"),
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "slice-backward",
         "the backward pass of a gather to all ranks keeps the next rank's slice",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "index = lax.axis_index(message.axis)",
         "index = (lax.axis_index(message.axis) + 1) % message.ranks",
         ("tests/test_autodiff.py -k every_collective",),
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "one-rank",
         "a sum over one rank is quantised",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "    if message.codec.exact or message.ranks == 1:\n        return UnderWay(",
         "    if message.codec.exact:\n        return UnderWay(",
         ("tests/test_collectives_lax.py -k one_rank",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "scales-swapped",
         "the backward message takes the site scale of the forward one",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "exponent = None if exponents is None else exponents[1]",
         "exponent = None if exponents is None else exponents[0]",
         ("tests/test_slots.py -k own_exponent",),
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "slot-rows",
         "a slot's cotangent has its directions swapped",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "for m in (measure, backward_measure)]",
         "for m in (backward_measure, measure)]",
         ("tests/test_slots.py",),
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "gradient-1-over-p",
         "the gradient of a sum is 1/P of the truth",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "return to_varying(ct[0] if op.forward.feedback else ct, message.axis), None",
         "return to_varying((ct[0] if op.forward.feedback else ct) / message.ranks, message.axis), None",
         ("tests/test_autodiff.py -k every_collective", "tests/test_tensor_parallel.py"),
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "region-unchecked",
         "a region made with check_vma=False is accepted",
-        "taco_jax/collectives/region.py",
+        "taco_jax/collectives/manual_region.py",
         "if not all(a in varying_axes(lax.axis_index(a)) for a in axes):",
         "if False:",
         ("tests/test_collectives_errors.py -k wrong_kind_of_region",),
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "region-partly-manual",
         "a region that is manual over some axes only is accepted",
-        "taco_jax/collectives/region.py",
+        "taco_jax/collectives/manual_region.py",
         "rest = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]",
         "rest = []",
         ("tests/test_collectives_errors.py -k wrong_kind_of_region",),
@@ -174,7 +174,7 @@ MUTANTS = (
     Mutant(
         "axis-order",
         "ranks of a tuple of axes count in the mesh's order in permutations",
-        "taco_jax/collectives/region.py",
+        "taco_jax/collectives/manual_region.py",
         "    if in_mesh != axes:\n",
         "    if False:\n",
         ("tests/test_axis_order.py -k ppermute",),
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "remat-second-sending",
         "results of messages have no name, so that a checkpointed layer sends them again",
-        "taco_jax/collectives/differentiable.py",
+        "taco_jax/collectives/vjp.py",
         "        y = checkpoint_name(y, OUTPUT_NAME)\n",
         "        y = y + 0\n",
         ("tests/test_remat.py",),
@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "hosts-of-an-axis",
         "ranks of one host are looked for along the wrong mesh axis",
-        "taco_jax/collectives/hosts.py",
+        "taco_jax/collectives/topology.py",
         "hosts = np.moveaxis(hosts.reshape(devices.shape), at, range(len(at)))",
         "hosts = hosts.reshape(devices.shape)",
         ("tests/test_levels.py -k ranks_of_a_host",),
@@ -238,7 +238,7 @@ MUTANTS = (
     Mutant(
         "feedback-sign",
         "the error of a sum is fed back with the wrong sign",
-        "taco_jax/collectives/errors.py",
+        "taco_jax/collectives/residuals.py",
         "error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)",
         "error_S = (decoded_S - x_S.astype(jnp.float32)).astype(x_S.dtype)",
         ("tests/test_feedback.py -k what_went_in",),
@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         "feedback-second-hop",
         "what the second hop of a sum lost is not fed back",
-        "taco_jax/collectives/errors.py",
+        "taco_jax/collectives/residuals.py",
         "return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)",
         "return jnp.zeros_like(sum_N)",
         ("tests/test_feedback.py -k what_went_in",),
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "history",
         "a site's exponent follows the last step instead of its history",
-        "taco_jax/scales.py",
+        "taco_jax/compression/site_scales.py",
         "ceil_log2(jnp.maximum(history.max(-1), 2.0**-126))",
         "ceil_log2(jnp.maximum(history[..., 0], 2.0**-126))",
         ("tests/test_scales.py",),
@@ -262,7 +262,7 @@ MUTANTS = (
     Mutant(
         "history-inf",
         "a maximum that is not finite sets a site's exponent",
-        "taco_jax/scales.py",
+        "taco_jax/compression/site_scales.py",
         "valid = (amax > 0) & jnp.isfinite(amax) & keep_going",
         "valid = (amax > 0) & keep_going",
         ("tests/test_scales.py",),
@@ -270,7 +270,7 @@ MUTANTS = (
     Mutant(
         "uses-added",
         "measures of several uses of a site are added instead of their maximum taken",
-        "taco_jax/scales.py",
+        "taco_jax/compression/site_scales.py",
         "largest = largest_magnitude(measures[..., :1], 0)",
         "largest = measures[..., :1].sum(0)",
         ("tests/test_scales.py",),
@@ -278,7 +278,7 @@ MUTANTS = (
     Mutant(
         "bytes-of-a-psum",
         "the site table counts one hop of an exact sum instead of two",
-        "taco_jax/sites.py",
+        "taco_jax/collectives/comm_log.py",
         '"psum": lambda p: 2 * (p - 1) / p,',
         '"psum": lambda p: (p - 1) / p,',
         ("tests/test_sites.py",),
@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "repeated-bodies",
         "the calls of nested loops are not multiplied",
-        "taco_jax/sites.py",
+        "taco_jax/collectives/comm_log.py",
         "token = _calls.set(_calls.get() * n)",
         "token = _calls.set(n)",
         ("tests/test_sites.py",),
@@ -294,7 +294,7 @@ MUTANTS = (
     Mutant(
         "plan-order",
         "the last pattern of a plan wins instead of the first",
-        "taco_jax/plan.py",
+        "taco_jax/compression/compression.py",
         "next((c for pattern, c in self.rules.items() if",
         "next((c for pattern, c in reversed(self.rules.items()) if",
         ("tests/test_plan.py",),
@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant(
         "tuned-size",
         "a message takes what was tuned for the next larger size",
-        "taco_jax/tuned.py",
+        "taco_jax/compression/tuned.py",
         "return below[-1] if below else rows[0]",
         "return rows[min(len(below), len(rows) - 1)]",
         ("tests/test_tuned.py",),
@@ -310,7 +310,7 @@ MUTANTS = (
     Mutant(
         "tuned-never",
         "a codec that never paid is used for every message",
-        "taco_jax/tuned.py",
+        "taco_jax/compression/tuned.py",
         "return NEVER if tuned.min_bytes is None else tuned.min_bytes",
         "return tuned.min_bytes or 0",
         ("tests/test_tuned.py",),

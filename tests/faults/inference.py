@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "row-of-a-prompt",
         "a prompt's keys and values go into the first row of the batch",
-        "taco_jax/inference/serving/programs.py",
+        "taco_jax/inference/serving/batch_programs.py",
         "lax.dynamic_update_slice(rows, value, (0, row, 0, 0, 0))",
         "lax.dynamic_update_slice(rows, value, (0, 0, 0, 0, 0))",
         ("tests/inference/test_engine.py -k greedy_answers",),
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "noise-position",
         "a server draws tokens with the noise of the position before",
-        "taco_jax/inference/serving/programs.py",
+        "taco_jax/inference/serving/batch_programs.py",
         "chosen_B = _choose(logits_BV, ahead_B, state.rows, greedy)",
         "chosen_B = _choose(logits_BV, state.positions, state.rows, greedy)",
         ("tests/inference/test_engine.py -k row_is_sampled",),

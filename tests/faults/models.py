@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "row-bias",
         "a row-parallel layer adds its bias once for every rank",
-        "taco_jax/tensor_parallel.py",
+        "taco_jax/nn/tensor_parallel.py",
         "dim=sequence_dim % y.ndim, site=site)\n    return y if bias is None else y + bias",
         "dim=sequence_dim % y.ndim, site=site)\n    return y if bias is None else y + bias * jax.lax.axis_size(axis)",
         ("tests/test_tensor_parallel.py -k row_bias",),
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "f-uncompressed",
         "the gradient before a column-parallel product is summed exactly, by autodiff",
-        "taco_jax/tensor_parallel.py",
+        "taco_jax/nn/tensor_parallel.py",
         "return collectives.copy(x, axis, compression=compression, scales=scales, site=site)",
         "return to_varying(x, axis)",
         ("tests/test_decoder.py -k test_messages",),
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "codec-pair",
         "layers send gradients in the forward codec",
-        "taco_jax/plan.py",
+        "taco_jax/compression/compression.py",
         "return as_codec(self.forward), as_codec(self.backward)",
         "return as_codec(self.forward), as_codec(self.forward)",
         ("tests/test_tuned.py -k each_direction", "tests/test_step.py -k plan_reaches"),
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "slot-of-devices",
         "a layer's slot is the sum over devices instead of the maximum",
-        "taco_jax/dense.py",
+        "taco_jax/nn/dense.py",
         "return (lax.pmax(ct, axes),)",
         "return (lax.psum(ct, axes),)",
         ("tests/test_layer_scales.py -k site_scales",),
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "own-rows",
         "under sequence parallelism learned positions are those of the next rank",
-        "taco_jax/models/parallel.py",
+        "taco_jax/models/run_config.py",
         "lax.dynamic_slice_in_dim(whole_LD, lax.axis_index(axis) * length, length, axis=0)",
         "lax.dynamic_slice_in_dim(whole_LD, (lax.axis_index(axis) + 1) % ranks * length, length, axis=0)",
         ("tests/test_decoder.py -k 'gradients_equal and gpt2'",),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "remat-policy",
         "remat saves no communicated value, so that the backward pass sends again",
-        "taco_jax/models/parallel.py",
+        "taco_jax/models/run_config.py",
         "policy = policies.save_only_these_names(*REMAT_NAMES)",
         "policy = policies.nothing_saveable",
         ("tests/test_decoder.py -k test_messages", "tests/test_chains.py -k recomputation"),
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "vocabulary-padding",
         "the padding of the vocabulary takes part in the softmax",
-        "taco_jax/vocab.py",
+        "taco_jax/nn/vocab_parallel.py",
         "logits_CV = jnp.where(ids_V < vocab_size, logits_CV, -jnp.inf)",
         "logits_CV = logits_CV + 0.0",
         ("tests/test_vocab.py -k cross_entropy_equals", "tests/test_decoder.py"),
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "softmax-peaks",
         "ranks' sums of exponentials are added without their own maxima",
-        "taco_jax/vocab.py",
+        "taco_jax/nn/vocab_parallel.py",
         "jnp.sum(sum_PC * jnp.exp(peak_PC - peak_C), axis=0)",
         "jnp.sum(sum_PC, axis=0)",
         ("tests/test_vocab.py -k cross_entropy",),
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "loss-weights",
         "tokens of weight 0 have a gradient",
-        "taco_jax/vocab.py",
+        "taco_jax/nn/vocab_parallel.py",
         "return nll, (softmax_CV - hit_CV) * weights_C[:, None]",
         "return nll, softmax_CV - hit_CV",
         ("tests/test_vocab.py -k cross_entropy_equals",),
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "unknown-target",
         "a token of weight 0 with an unknown target makes the loss NaN",
-        "taco_jax/vocab.py",
+        "taco_jax/nn/vocab_parallel.py",
         "nll = jnp.sum(jnp.where(weights_C == 0, 0.0, weights_C * nll_C))",
         "nll = jnp.sum(weights_C * nll_C)",
         ("tests/test_vocab.py -k unknown_target",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "embedding-rows",
         "ids of other ranks are read from this rank's last row",
-        "taco_jax/vocab.py",
+        "taco_jax/nn/vocab_parallel.py",
         "local_BL = jnp.where((local_BL >= 0) & (local_BL < rows), local_BL, rows)",
         "local_BL = jnp.clip(local_BL, 0, rows - 1)",
         ("tests/test_vocab.py -k embed",),

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "accumulation",
         "the gradient of accumulated microbatches is their sum instead of their mean",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "predicted = tokens.shape[0] * (tokens.shape[1] - 1)",
         "predicted = tokens.shape[0] * (tokens.shape[1] - 1) // self.config.accumulation",
         ("tests/test_step.py -k 'exact_curve and accumulation'",),
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "dp-mean",
         "gradients are averaged over dp after the loss was",
-        "taco_jax/data_parallel.py",
+        "taco_jax/train/data_parallel.py",
         'return lax.psum(grads, "dp")',
         'return lax.pmean(grads, "dp")',
         ("tests/test_step.py -k 'exact_curve and dp'",),
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "clip-by-leaf",
         "every leaf's gradient is clipped by itself",
-        "taco_jax/optim.py",
+        "taco_jax/train/optim.py",
         "optax.clip_by_global_norm(",
         "optax.clip_by_block_rms(",
         ("tests/test_optim.py",),
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "weight-decay",
         "biases and norms of stacked layers decay",
-        "taco_jax/optim.py",
+        "taco_jax/train/optim.py",
         'return leaf.ndim - stacked_dims * ("layers" in names) >= 2 and "bias" not in names[-1]',
         "return leaf.ndim >= 2",
         ("tests/test_optim.py",),
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "schedule",
         "the learning rate is one step late",
-        "taco_jax/optim.py",
+        "taco_jax/train/optim.py",
         "rise = jnp.minimum(1.0, (t + 1) / max(warmup, 1))",
         "rise = jnp.minimum(1.0, t / max(warmup, 1))",
         ("tests/test_optim.py",),
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "wrong-rank",
         "shares of the optimiser's state belong to other ranks than the gradients'",
-        "taco_jax/shares.py",
+        "taco_jax/train/shards.py",
         "lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * self.share, self.share, self.dim)",
         "lax.dynamic_slice_in_dim(x, (self.ranks - 1 - lax.axis_index(axis)) * self.share, self.share, self.dim)",
         ("tests/test_data_parallel.py -k copies", "tests/test_data_parallel_step.py -k exact_steps_equal"),
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "share-padding",
         "the padding of shares keeps what a codec left there",
-        "taco_jax/shares.py",
+        "taco_jax/train/shards.py",
         "return jnp.where(row < self.shape[self.dim], x, 0)",
         "return jnp.where(row < self.shape[self.dim], x, x)",
         ("tests/test_data_parallel.py -k padding",),
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "bucket-blocks",
         "leaves of a bucket begin in the middle of a block",
-        "taco_jax/shares.py",
+        "taco_jax/train/shards.py",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, 0)]",
         ("tests/test_shares.py",),
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "levels-order",
         "shares of gradients that go in levels end on the wrong ranks",
-        "taco_jax/data_parallel.py",
+        "taco_jax/train/data_parallel.py",
         "x = x_PN.reshape(*(level.ranks for level in reversed(self.levels.levels)), n)",
         "x = jnp.moveaxis(x_PN.reshape(*(level.ranks for level in self.levels.levels), n), -2, 0)",
         ("tests/test_data_parallel.py -k sums",),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "differences",
         "the copy moves away from its masters",
-        "taco_jax/data_parallel.py",
+        "taco_jax/train/data_parallel.py",
         "change = local(jax.tree.map(jnp.subtract, masters, own))",
         "change = local(jax.tree.map(jnp.subtract, own, masters))",
         ("tests/test_data_parallel.py -k copies",),
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "skipped-step",
         "a step that is not finite changes the optimiser's state",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "opt_state=keep(opt_state, state.opt_state),",
         "opt_state=opt_state,",
         ("tests/test_step.py -k non_finite",),
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "skipped-scales",
         "a step that is not finite rolls the site scales",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "scales=keep(scales, state.scales),",
         "scales=scales,",
         ("tests/test_step.py -k non_finite",),
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "skipped-position",
         "a step that is skipped does not count, so that its batch comes again on resuming",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "step=state.step + 1,",
         "step=state.step + 1 - bad,",
         ("tests/test_step.py -k non_finite",),
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "in-a-row",
         "skipped steps in a row are never counted from zero again",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,",
         "skipped_in_a_row=state.skipped_in_a_row + bad,",
         ("tests/test_step.py -k in_a_row",),
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "calibration-ends",
         "site scales are never used",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "calibrated = state.step >= self.config.compression.calibration_steps",
         "calibrated = state.step < 0",
         ("tests/test_step.py -k after_the_steps_that_set",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "grad-norm",
         "the norm of the gradients is its square",
-        "taco_jax/step.py",
+        "taco_jax/train/step.py",
         "return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))",
         "return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))",
         ("tests/test_step.py -k norm_of_the_gradients",),
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "stats-clipped",
         "statistics of the sites have clipped and flushed swapped",
-        "taco_jax/codec.py",
+        "taco_jax/codec/codec.py",
         "sums = (z * z, (decoded - z) ** 2, jnp.abs(z) > limit[..., None], (z != 0) & (decoded == 0))",
         "sums = (z * z, (decoded - z) ** 2, (z != 0) & (decoded == 0), jnp.abs(z) > limit[..., None])",
         ("tests/test_codec_values.py -k measure",),
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "circular-items",
         "chunks of the circular schedule come in the wrong order",
-        "taco_jax/pipeline/schedule.py",
+        "taco_jax/config/schedule.py",
         "microbatch, chunk = group * self.stages + rest % self.stages, rest // self.stages",
         "microbatch, chunk = group * self.stages + rest // self.chunks, rest % self.chunks",
         ("tests/test_pipeline_schedule.py",),
@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "position-after-resume",
         "a resumed run begins its data again",
-        "taco_jax/train.py",
+        "taco_jax/train/loop.py",
         'self.batches.restore(run["data"])',
         'run["data"]',
         ("tests/test_train.py -k 'six_steps or resumed'",),
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-shapes",
         "a checkpoint of another model is taken",
-        "taco_jax/checkpoint.py",
+        "taco_jax/train/checkpoint.py",
         "a == b or min(a, b) >= vocab_size",
         "a == b or min(a, b) >= 1",
         ("tests/test_checkpoint.py -k other_shapes",),
@@ -222,7 +222,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-scales",
         "stored site scales are thrown away where one site is new",
-        "taco_jax/checkpoint.py",
+        "taco_jax/train/checkpoint.py",
         "restored[_SCALES] = fresh | restored[_SCALES] if kept else fresh",
         "restored[_SCALES] = fresh",
         ("tests/test_checkpoint.py -k both",),
@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-elsewhere",
         "padded shares that are read on another mesh are not cut at their end",
-        "taco_jax/stored.py",
+        "taco_jax/train/state_layout.py",
         "return lax.slice_in_dim(x, 0, c.shape[c.dim], axis=c.dim)",
         "return lax.slice_in_dim(x, x.shape[c.dim] - c.shape[c.dim], x.shape[c.dim], axis=c.dim)",
         ("tests/test_data_parallel_step.py -k restored_on_any_mesh",),
@@ -238,7 +238,7 @@ MUTANTS = (
     Mutant(
         "flops",
         "attention scores count half",
-        "taco_jax/metrics.py",
+        "taco_jax/train/metrics.py",
         "12 * model.n_layers * length * query",
         "6 * model.n_layers * length * query",
         ("tests/test_metrics.py",),
@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         "records-twice",
         "a resumed run loses the record of the step that it goes on from",
-        "taco_jax/metrics.py",
+        "taco_jax/train/metrics.py",
         'kept = [r for r in records if r["step"] <= step]',
         'kept = [r for r in records if r["step"] < step]',
         ("tests/test_metrics.py",),
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "dry-run-memory",
         "the dry run counts whole arrays instead of a device's part",
-        "taco_jax/estimate.py",
+        "taco_jax/train/dry_run.py",
         "math.prod(a.sharding.shard_shape(a.shape))",
         "math.prod(a.shape)",
         ("tests/test_estimate.py -k memory_is",),
@@ -270,7 +270,7 @@ MUTANTS = (
     Mutant(
         "slurm-rank",
         "a process of SLURM takes its number on its host for its number",
-        "taco_jax/launchers.py",
+        "taco_jax/launch/launchers.py",
         '_number(env, "SLURM_PROCID"),',
         '_number(env, "SLURM_LOCALID"),',
         ("tests/test_launchers.py",),
@@ -278,7 +278,7 @@ MUTANTS = (
     Mutant(
         "local-devices",
         "processes of one host take the same GPUs",
-        "taco_jax/launchers.py",
+        "taco_jax/launch/launchers.py",
         "return list(range(launch.local * each, (launch.local + 1) * each))",
         "return list(range(each))",
         ("tests/test_launchers.py",),
@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "first-host",
         "the coordinator of a SLURM job is sought on the last host of a range",
-        "taco_jax/launchers.py",
+        "taco_jax/launch/launchers.py",
         r'return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)',
         r'return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", first)',
         ("tests/test_launchers.py",),
@@ -294,7 +294,7 @@ MUTANTS = (
     Mutant(
         "silence",
         "a process that has fallen silent is never noticed",
-        "taco_jax/rendezvous.py",
+        "taco_jax/launch/rendezvous.py",
         "time.monotonic() - peer.line.heard > self.silence:",
         "time.monotonic() - peer.line.heard > 1e9:",
         ("tests/test_rendezvous.py -k silence",),
@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant(
         "cause",
         "an abort that followed from another's death counts as the cause",
-        "taco_jax/rendezvous.py",
+        "taco_jax/launch/rendezvous.py",
         'rank = 1 if message.get("own") else 0 if message.get("killed") else 2',
         'rank = 1 if message.get("own") else 2 if message.get("killed") else 0',
         ("tests/test_rendezvous.py -k cause",),
@@ -310,7 +310,7 @@ MUTANTS = (
     Mutant(
         "settings",
         "processes with other settings train together",
-        "taco_jax/rendezvous.py",
+        "taco_jax/launch/rendezvous.py",
         "if mine.get(key) != others[key]:",
         "if key not in mine:",
         ("tests/test_rendezvous.py -k other_settings",),

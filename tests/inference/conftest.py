@@ -24,7 +24,7 @@ def programs(generator):
     """Its compiled programs for `served.BATCH` rows."""
     from served import BATCH, LONGEST
 
-    from taco_jax.inference.serving.programs import RowPrograms
+    from taco_jax.inference.serving.batch_programs import RowPrograms
 
     programs = RowPrograms(
         generator.config, generator.settings, generator.mesh, generator.programs.params, BATCH, LONGEST

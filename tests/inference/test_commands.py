@@ -8,7 +8,8 @@ import pytest
 from checkpoints import reference_logits, save
 from helpers import make_mesh
 
-from taco_jax import cli, evaluate
+from taco_jax import evaluate
+from taco_jax.config import cli
 
 pytest.importorskip("torch", reason="writes the checkpoint: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="writes the checkpoint: pip install 'taco-jax[test]'")
@@ -83,8 +84,7 @@ def _ids(folder, text: str) -> list[int]:
     ],
 )
 def test_refusals(command, message):
-    from taco_jax import cli
-    from taco_jax.config import ConfigError
+    from taco_jax.config import ConfigError, cli
     from taco_jax.inference import evaluate, generate
 
     main = {"generate": generate, "evaluate": evaluate}[command[0]].main

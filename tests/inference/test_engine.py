@@ -13,9 +13,9 @@ import taco_jax
 pytest.importorskip("torch", reason="writes the checkpoint: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="writes the checkpoint: pip install 'taco-jax[test]'")
 
+from taco_jax.inference.serving.batch_programs import RowPrograms
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
-from taco_jax.inference.serving.jobs import Job
-from taco_jax.inference.serving.programs import RowPrograms
+from taco_jax.inference.serving.engine_types import Job
 from taco_jax.inference.serving.stops import Stops
 
 RANDOM = np.random.default_rng(5)

@@ -10,7 +10,8 @@ from hlo import collectives
 from jax.sharding import PartitionSpec as P
 from model_helpers import CONFIGS, QWEN2, Run
 
-from taco_jax import CODECS, sites
+from taco_jax import CODECS
+from taco_jax.collectives import comm_log
 from taco_jax.config import ConfigError
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward
@@ -81,7 +82,7 @@ def test_layers_may_send_differently():
     run = Run(QWEN2, tp=4, batch=2, length=32)
     params, tokens = run.params(), run.batch_arrays()[0]
     prefill, _ = _functions(run, Settings(4, "mxfp4", PLAN, 0, "float32"))
-    with sites.record() as table:
+    with comm_log.record() as table:
         lowered = prefill.lower(params, tokens[:, :SLOTS], LENGTHS[:2])
     rows = {row.site: row for row in table.rows() if row.kind == "activation"}
     assert {site: row.codec for site, row in rows.items()} == {
@@ -116,7 +117,7 @@ def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact
     # 0.026 of it here; 0.13 if the error went from the attention to the mlp alone, and not from layer to layer.
     assert error[True] < 0.06 * error[False]
     decode = of("mxfp4", error_feedback=True)[1]
-    with sites.record() as table:
+    with comm_log.record() as table:
         decode.lower(params, tokens[:, 10], LENGTHS, cache)
     assert {row.site: row.codec for row in table.rows() if row.kind == "activation"} == {
         "embed": "none", "layers/attn/out": "none", "layers/mlp/down": "none",

@@ -182,7 +182,7 @@ def test_parameters_in_memory_that_are_not_finite(tmp_path, place):
 def test_logits_that_are_not_finite_are_no_answer(tmp_path):
     """Finite weights whose product is not: the first prompt says it, and so does a server before it is ready."""
     import taco_jax
-    from taco_jax.inference.serving.programs import RowPrograms
+    from taco_jax.inference.serving.batch_programs import RowPrograms
 
     tensors = arrays()
     tensors["model.norm.weight"][:] = 3e38
@@ -217,7 +217,7 @@ def test_tokens_of_logits_that_are_not_finite():
 def test_the_engine_ends_a_job_whose_logits_are_not_finite():
     """And only that one: its row is free, the engine goes on."""
     from taco_jax.inference.serving.engine import Engine
-    from taco_jax.inference.serving.jobs import Event, Job
+    from taco_jax.inference.serving.engine_types import Event, Job
 
     class Programs:
         """Whose token is that of the prompt."""
@@ -242,8 +242,8 @@ def test_the_engine_ends_a_job_whose_logits_are_not_finite():
 
 
 def test_a_request_whose_logits_are_not_finite_gets_status_500():
+    from taco_jax.inference.serving.engine_types import Event
     from taco_jax.inference.serving.errors import RequestError
-    from taco_jax.inference.serving.jobs import Event
     from taco_jax.inference.serving.service import Answer, Service
 
     service, answer = Service.__new__(Service), Answer.__new__(Answer)

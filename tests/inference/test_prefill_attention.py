@@ -47,7 +47,7 @@ def test_the_device_decides(device, dtype, head_dim, expected):
 
 
 def test_the_trainer_decides_alike():
-    from taco_jax import step
+    from taco_jax.train import step
 
     config = TrainConfig(model=QWEN7B, compute_dtype="bfloat16")
     mesh = lambda device: SimpleNamespace(devices=np.array([device]))
@@ -64,7 +64,7 @@ def test_the_choice_reaches_the_call(device, monkeypatch):
         return attend(*args, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
-    monkeypatch.setattr("taco_jax.tuned.region_device", lambda: jax.devices()[0])
+    monkeypatch.setattr("taco_jax.compression.tuned.region_device", lambda: jax.devices()[0])
     layout = Settings(2, dtype="bfloat16").layout(QWEN2, device, decoding=False)
     f = lambda p, t, n: prefill(p, t, n, 16, QWEN2, layout)[0]
     mapped = jax.shard_map(f, mesh=run.mesh, in_specs=(run.specs, None, None), out_specs=jax.sharding.PartitionSpec())

@@ -162,7 +162,7 @@ def test_a_model_without_a_tokenizer(folder, tmp_path):
 def test_a_cache_that_does_not_fit(folder, monkeypatch):
     import jax
 
-    from taco_jax.inference.serving.programs import RowPrograms
+    from taco_jax.inference.serving.batch_programs import RowPrograms
 
     def full(self):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")

@@ -10,10 +10,11 @@ from covers import cover
 from pallas_kernels import formats
 from pallas_kernels.formats import Format, packing_parts
 from pallas_kernels.selection import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
-from taco_jax import CODECS, Codec, block_scale, hadamard, tiles, wire
-from taco_jax.backend import to_format
-from taco_jax.elements import ELEMENTS
-from taco_jax.hadamard import ROTATIONS
+from taco_jax import CODECS, Codec
+from taco_jax.codec import block_scale, hadamard, tah, wire
+from taco_jax.codec.elements import ELEMENTS
+from taco_jax.codec.hadamard import ROTATIONS
+from taco_jax.compression.dispatch import to_format
 
 SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3, 2**20 + 8, 2**32 + 5)
 PRESETS = [name for name in FIXED if CODECS[name].scale != "paper"]
@@ -100,7 +101,7 @@ def test_elements_are_the_codecs(name):
 
 
 def test_constants_are_the_codecs():
-    assert {*formats.ELEMENTS, *ONLY_IN_JNP} == {*ELEMENTS, tiles.ELEMENT}
+    assert {*formats.ELEMENTS, *ONLY_IN_JNP} == {*ELEMENTS, tah.ELEMENT}
     assert CODECS["int8_token"].block == TOKEN
     assert {*formats.SCALE_BYTES, *SCALES_ONLY_IN_JNP} == set(block_scale.SCALES)
     assert all(8 * formats.SCALE_BYTES[scale] == block_scale.bits_per_block(scale) for scale in formats.SCALE_BYTES)

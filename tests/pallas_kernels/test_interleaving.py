@@ -5,7 +5,7 @@ import pytest
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import interleaving, rotation
-from taco_jax.hadamard import rotate
+from taco_jax.codec.hadamard import rotate
 
 RUNS = [(128, 128), (256, 128), (128, 64), (128, 32), (128, 16), (64, 8), (32, 32)]
 

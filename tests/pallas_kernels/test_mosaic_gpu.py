@@ -36,8 +36,9 @@ from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Geometry, mosaic
-from taco_jax import CODECS, UNCALIBRATED, Codec, backend
-from taco_jax.elements import ELEMENTS
+from taco_jax import CODECS, UNCALIBRATED, Codec
+from taco_jax.codec.elements import ELEMENTS
+from taco_jax.compression import dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def hopper():
 @functools.cache
 def kernel(codec: Codec, geometry: Geometry, dtype: str, operation: str):
     """The jitted operation: (x, wires, exponent or None, key or None, rank) -> its results."""
-    fmt = backend.to_format(codec, encodes="encode" in operation)
+    fmt = dispatch.to_format(codec, encodes="encode" in operation)
 
     @jax.jit
     def run(x, wires, exponent, key, rank):
@@ -111,7 +112,7 @@ def test_fields(case):
         scale = "e8m0"
     codec = Codec(element, block, rotation, scale)
     geometry = Geometry(2 * 72 * 256, 2, 72 * 256)
-    reason = obstacle(backend.to_format(codec), operation, dtype, geometry.per_message, 2)
+    reason = obstacle(dispatch.to_format(codec), operation, dtype, geometry.per_message, 2)
     if reason:
         pytest.skip(reason)
     x = values(geometry.elements, "mixed", block, dtype)
@@ -153,7 +154,7 @@ def test_wires_are_interchangeable():
     ours, _ = kernel(codec, geometry, "bfloat16", "encode")(x, wires, None, None, 0)
     check_values(kernel(codec, geometry, "bfloat16", "decode")(x, wires, None, None, 0), theirs, 128)
     with jax.default_device(jax.devices("cpu")[0]):
-        back = backend.decode(codec, geometry, np.asarray(ours), "bfloat16", backend="jnp")
+        back = dispatch.decode(codec, geometry, np.asarray(ours), "bfloat16", backend="jnp")
     assert (np.asarray(back) != theirs).mean() < 1e-3
 
 
@@ -177,11 +178,11 @@ def test_a_hundred_runs_are_identical(operation):
 
 
 def _encode(x):
-    return mosaic.encode(backend.to_format(CODECS["int6h"]), Geometry(x.size, 1, x.size), x)[0]
+    return mosaic.encode(dispatch.to_format(CODECS["int6h"]), Geometry(x.size, 1, x.size), x)[0]
 
 
 def _decode(wires, n):
-    return mosaic.decode(backend.to_format(CODECS["int6h"]), Geometry(n, 1, n), wires, jnp.bfloat16)
+    return mosaic.decode(dispatch.to_format(CODECS["int6h"]), Geometry(n, 1, n), wires, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("n", [1 << 17, (1 << 17) + 37])
@@ -246,7 +247,7 @@ def test_more_than_2_31_elements(name):
     codec, ranks, rows = CODECS[name], 4, 513  # 2,151,677,952 elements; a message has 537,919,488
     n, small = rows * ROW, Geometry(ranks * ROW, ranks, ROW)
     geometry = Geometry(ranks * n, ranks, n)
-    fmt = backend.to_format(codec)
+    fmt = dispatch.to_format(codec)
     x, base = _large(ranks, rows)
     wires, largest = kernel(codec, geometry, "bfloat16", "encode")(x, None, None, None, jnp.int32(0))
     np.testing.assert_allclose(float(largest) * fmt.maximum, _largest_of(codec, base) * 7, rtol=1e-2)
@@ -267,7 +268,7 @@ def test_more_than_2_31_elements(name):
             assert (np.asarray(wire[part]) != summed[wanted]).mean() < 2e-4
         # What these bytes say, in which a value on a rounding border may differ from the reference's.
         with jax.default_device(jax.devices("cpu")[0]):
-            decoded = np.asarray(backend.decode(codec, small, jnp.asarray(own), jnp.bfloat16, backend="jnp"))
+            decoded = np.asarray(dispatch.decode(codec, small, jnp.asarray(own), jnp.bfloat16, backend="jnp"))
         for p in range(ranks):
             at = (p * rows + row) * ROW
             # jax's own indices are int32: a row of the reshaped array instead of elements of the flat one.

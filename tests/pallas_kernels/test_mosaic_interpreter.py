@@ -33,8 +33,9 @@ from mosaic_programs import DTYPES, OPERATIONS, PRESETS, ROTATED, with_signs
 
 from pallas_kernels import Geometry, compat, formats, mosaic
 from pallas_kernels.mosaic import pipeline
-from taco_jax import CODECS, UNCALIBRATED, Codec, backend
-from taco_jax.elements import ELEMENTS
+from taco_jax import CODECS, UNCALIBRATED, Codec
+from taco_jax.codec.elements import ELEMENTS
+from taco_jax.compression import dispatch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -129,7 +130,7 @@ def kernel(codec, geometry, dtype, operation, x, wires, exponent, key, rank, int
 @functools.lru_cache(maxsize=1)
 def program(codec, geometry, dtype, operation, interpret):
     """jit of an operation; values of several kinds take the same."""
-    fmt = backend.to_format(codec, encodes="encode" in operation)
+    fmt = dispatch.to_format(codec, encodes="encode" in operation)
 
     @jax.jit
     def run(x, wires, exponent, seed, rank):
@@ -150,7 +151,7 @@ def codec_of(element, block, rotation, scale, rounding) -> Codec:
 
 def run_fields(element, block, rotation, scale, rounding, dtype, operation, geometry="tile and a part"):
     codec = codec_of(element, block, rotation, scale, rounding)
-    if mosaic.obstacle(backend.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
+    if mosaic.obstacle(dispatch.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
         codec = dataclasses.replace(codec, block=128)
     if geometry == "tile and a part":
         geometry = Geometry(2 * 72 * 256, 2, 72 * 256)
@@ -233,10 +234,10 @@ def test_wires_are_interchangeable(name):
 
     @jax.jit
     def jnp_reduces(wires):
-        return backend.reduce_encode(codec, geometry, wires, x_jnp, 1, exponent, **options)[0]
+        return dispatch.reduce_encode(codec, geometry, wires, x_jnp, 1, exponent, **options)[0]
 
     ours = kernels("encode", None)[0]
-    theirs = jax.jit(lambda x: backend.encode(codec, geometry, x, exponent, **options)[0])(x_jnp)
+    theirs = jax.jit(lambda x: dispatch.encode(codec, geometry, x, exponent, **options)[0])(x_jnp)
     gathered = jnp.stack(
         [
             kernels("reduce_encode", jnp.stack([ours[0], theirs[0]]))[0],
@@ -244,7 +245,7 @@ def test_wires_are_interchangeable(name):
         ]
     )
     y = kernels("decode", gathered)
-    y_jnp = jax.jit(lambda wires: backend.decode(codec, geometry, wires, dtype, exponent, **options))(gathered)
+    y_jnp = jax.jit(lambda wires: dispatch.decode(codec, geometry, wires, dtype, exponent, **options))(gathered)
     check_values(y, y_jnp, codec.block)
     exact = np.asarray(x, np.float32) + np.asarray(x_jnp, np.float32)
     assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 0.08 * np.linalg.norm(exact)

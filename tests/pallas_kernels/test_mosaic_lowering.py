@@ -21,7 +21,7 @@ import taco_jax
 from pallas_kernels import Format
 from pallas_kernels.formats import ELEMENTS
 from taco_jax import CODECS
-from taco_jax.backend import to_format
+from taco_jax.compression.dispatch import to_format
 
 # Elements of a message (several tiles; with a tail that is no row; too short for the tiles) and messages.
 SHAPES = ((3 * 8192, 4), (8192 + 37, 1), (129, 2))

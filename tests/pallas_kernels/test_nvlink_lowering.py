@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import compat, nvlink
 from pallas_kernels.formats import Geometry
 from taco_jax import CODECS
-from taco_jax.backend import to_format
 from taco_jax.compat import as_varying
+from taco_jax.compression.dispatch import to_format
 
 pytestmark = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="NVLink kernels need jax 0.11")
 

@@ -8,7 +8,7 @@ from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink import collective, programs
 from pallas_kernels.nvlink.post import Slots
 from taco_jax import CODECS
-from taco_jax.backend import to_format, without_format
+from taco_jax.compression.dispatch import to_format, without_format
 
 PROGRAMS = (programs.TWO_SHOT, programs.ONE_SHOT, programs.REDUCE_SCATTER, programs.ALL_GATHER)
 NAMES = [name for name, codec in CODECS.items() if not (codec.exact or without_format(codec))]

@@ -10,7 +10,7 @@ from mosaic_programs import DTYPES, PRESETS
 from pallas_kernels import Format, compat, nvlink
 from pallas_kernels.nvlink.obstacles import RANKS
 from taco_jax import CODECS
-from taco_jax.backend import to_format
+from taco_jax.compression.dispatch import to_format
 
 TACO = to_format(CODECS["taco"])
 GROUP = 8 * 128

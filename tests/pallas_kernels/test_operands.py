@@ -11,10 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import Geometry, compat, mosaic
 from pallas_kernels.triton import operations as triton
-from taco_jax import CODECS, backend
+from taco_jax import CODECS
+from taco_jax.compression import dispatch
 
 CODEC, N = CODECS["mxint8"], 8192
-FMT = backend.to_format(CODEC)
+FMT = dispatch.to_format(CODEC)
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 knows no register layouts"
 )
@@ -78,9 +79,9 @@ def test_a_message_longer_than_x_ends_in_zeros(elements, per_message):
     g, x = Geometry(elements, 1, per_message), random(elements)
     options = {"interpret": compat.interpret_params()}
     wires, _ = mosaic.encode(FMT, g, x, **options)
-    np.testing.assert_array_equal(wires, backend.encode(CODEC, g, x, None, backend="jnp")[0])
+    np.testing.assert_array_equal(wires, dispatch.encode(CODEC, g, x, None, backend="jnp")[0])
     y = mosaic.decode(FMT, g, wires, jnp.float32, **options)
-    np.testing.assert_array_equal(y, backend.decode(CODEC, g, wires, jnp.float32, None, backend="jnp"))
+    np.testing.assert_array_equal(y, dispatch.decode(CODEC, g, wires, jnp.float32, None, backend="jnp"))
 
 
 @interpreted

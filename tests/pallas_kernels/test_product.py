@@ -12,8 +12,8 @@ from product_model import check, model, operands
 
 from pallas_kernels import compat, product
 from taco_jax import CODECS
-from taco_jax.backend import to_format
 from taco_jax.collectives import to_varying
+from taco_jax.compression.dispatch import to_format
 
 needs_new_jax = pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="kernels over NVLink need jax 0.11")
 FMT = to_format(CODECS["taco"])

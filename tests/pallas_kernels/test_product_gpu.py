@@ -15,7 +15,7 @@ from rank_programs import on_every_rank
 from pallas_kernels import compat, product
 from pallas_kernels.nvlink import hardware
 from taco_jax import CODECS
-from taco_jax.backend import to_format
+from taco_jax.compression.dispatch import to_format
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from mosaic_programs import PRESETS, obstacle, operation_program
 from pallas_kernels import compat
 from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, UNCALIBRATED, Codec
-from taco_jax.backend import to_format
+from taco_jax.compression.dispatch import to_format
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from triton_checks import CODECS_WITH_KERNELS, DATA, Check, values
 
 from pallas_kernels import Geometry
 from pallas_kernels.triton import operations
-from taco_jax import backend
 from taco_jax.codec import CODECS, Codec
+from taco_jax.compression import dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -61,10 +61,10 @@ def test_gaussian_data_differ_in_a_few_bytes(name, dtype):
     codec, n = CODECS[name], 1 << 20
     x = np.random.default_rng(0).standard_normal(n, np.float32).astype(jnp.dtype(dtype))
     geometry = Geometry(n, 4, n // 4)
-    fmt = backend.to_format(codec)
+    fmt = dispatch.to_format(codec)
     ours, largest = jax.jit(lambda x: operations.encode(fmt, geometry, x))(x)
     with jax.default_device(jax.devices("cpu")[0]):
-        theirs, measure = jax.jit(lambda x: backend.encode(codec, geometry, x, backend="jnp"))(jnp.asarray(x))
+        theirs, measure = jax.jit(lambda x: dispatch.encode(codec, geometry, x, backend="jnp"))(jnp.asarray(x))
     assert (np.asarray(ours) != np.asarray(theirs)).mean() < 1e-3
     np.testing.assert_allclose(largest, measure[0], rtol=1e-5)
 
@@ -73,7 +73,7 @@ def test_more_than_2_31_elements():
     row = jnp.asarray(values("grid", 4096, "bfloat16"))
     rows = 2**19 + 1
     x = jax.jit(lambda row: jnp.broadcast_to(row, (rows, 4096)).reshape(-1))(row)
-    fmt, geometry = backend.to_format(CODECS["taco"]), Geometry(rows * 4096, 1, rows * 4096)
+    fmt, geometry = dispatch.to_format(CODECS["taco"]), Geometry(rows * 4096, 1, rows * 4096)
     wires, _ = jax.jit(lambda x: operations.encode(fmt, geometry, x))(x)
     assert jax.jit(lambda w: (w[0, : rows * 4096].reshape(rows, 4096) == w[0, :4096]).all())(wires)
     (start, length) = fmt.sections(rows * 4096)[1]
@@ -85,7 +85,7 @@ def test_more_than_2_31_elements():
 
 def test_chunks_decode_in_place():
     codec, n = CODECS["int6h"], 5000
-    fmt, x = backend.to_format(codec), jnp.asarray(values("grid", n, "bfloat16"))
+    fmt, x = dispatch.to_format(codec), jnp.asarray(values("grid", n, "bfloat16"))
     chunks = [Geometry(n, 2, 1000, 0, 2500), Geometry(n, 2, 1500, 1000, 2500)]
 
     @jax.jit
@@ -106,7 +106,7 @@ def test_chunks_decode_in_place():
 def test_outputs_vary_as_their_inputs_do():
     ranks = len(jax.devices())
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    fmt, geometry = backend.to_format(CODECS["taco"]), Geometry(4096, 1, 4096)
+    fmt, geometry = dispatch.to_format(CODECS["taco"]), Geometry(4096, 1, 4096)
 
     def body(x):
         wires, largest = operations.encode(fmt, geometry, x)

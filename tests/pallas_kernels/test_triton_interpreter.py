@@ -26,8 +26,8 @@ from triton_checks import CODECS_WITH_KERNELS, DATA, Check, values
 
 from pallas_kernels import Geometry
 from pallas_kernels.triton import launch, operations
-from taco_jax import backend
 from taco_jax.codec import CODECS, Codec
+from taco_jax.compression import dispatch
 
 # (elements of a message, messages): of less than a block, of blocks and a part of one, of several tiles with a tail.
 SHAPES = ((1, 1), (7, 3), (127, 1), (128, 2), (129, 4), (8193, 1))
@@ -245,11 +245,11 @@ def others() -> dict[str, list[str]]:
 def decodes_in_place(geometry, x):
     """The chunk's elements are what decoding by itself gives, the others stay."""
     codec = CODECS["int6h"]
-    fmt, g = backend.to_format(codec), geometry
+    fmt, g = dispatch.to_format(codec), geometry
     wires, _ = operations.encode(fmt, g, x)
     into = np.asarray(operations.decode_into(fmt, g, wires, x))
     alone = Geometry(g.messages * g.per_message, g.messages, g.per_message)
-    rows = np.asarray(backend.decode(codec, alone, wires, x.dtype, backend="jnp")).reshape(g.messages, -1)
+    rows = np.asarray(dispatch.decode(codec, alone, wires, x.dtype, backend="jnp")).reshape(g.messages, -1)
     expected = np.array(x)
     for p, row in enumerate(rows):
         start = g.offset + p * g.distance
@@ -260,7 +260,7 @@ def decodes_in_place(geometry, x):
 
 def counts_to(n, x):
     """The codes of the first of n elements, of which only x is there: what kernels make of such a number."""
-    fmt, geometry = backend.to_format(CODECS["mxint8"]), Geometry(x.size, 1, x.size)
+    fmt, geometry = dispatch.to_format(CODECS["mxint8"]), Geometry(x.size, 1, x.size)
     expected = operations.encode(fmt, geometry, x)[0]
     launch.set_launcher(lambda call: interpret(dataclasses.replace(call, sizes=(-n, *call.sizes[1:]))))
     wires = operations.encode(fmt, geometry, x)[0]
@@ -270,7 +270,7 @@ def counts_to(n, x):
 
 def varies(x):
     """Outputs are typed varying over the axes that any input varies over, which a kernel's result is not by itself."""
-    fmt, geometry = backend.to_format(CODECS["taco"]), Geometry(x.size, 1, x.size)
+    fmt, geometry = dispatch.to_format(CODECS["taco"]), Geometry(x.size, 1, x.size)
     launch.set_launcher(lambda call: [jnp.zeros(y.shape, y.dtype) for y in call.outputs])
     types = []
 

@@ -18,8 +18,8 @@ from triton_checks import CODECS_WITH_KERNELS
 
 from pallas_kernels import Geometry
 from pallas_kernels.triton import launch, operations
-from taco_jax import backend
 from taco_jax.codec import CODECS, Codec
+from taco_jax.compression import dispatch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6'")
 
@@ -44,7 +44,7 @@ def launches(codec, operation, dtype, capability, monkeypatch, elements=4 << 20,
         calls.append(call)
         return [jnp.zeros(y.shape, y.dtype) for y in call.outputs]
 
-    fmt, g = backend.to_format(codec), Geometry(elements, messages, -(-elements // messages))
+    fmt, g = dispatch.to_format(codec), Geometry(elements, messages, -(-elements // messages))
     x = jax.ShapeDtypeStruct((elements,), dtype)
     wires = jax.ShapeDtypeStruct((messages, fmt.wire_bytes(g.per_message)), jnp.uint8)
     exponent = jax.ShapeDtypeStruct((), jnp.int32)
@@ -184,7 +184,7 @@ def test_operations_lower_through_jax_triton():
     pytest.importorskip("jax_triton", reason="jax-triton needs a GPU build of jax", exc_type=ImportError)
     device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     mesh = AbstractMesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
-    fmt, g = backend.to_format(CODECS["taco"]), Geometry(4 << 18, 4, 1 << 18)
+    fmt, g = dispatch.to_format(CODECS["taco"]), Geometry(4 << 18, 4, 1 << 18)
 
     def psum(x):
         wires, _ = operations.encode(fmt, g, x)
@@ -208,7 +208,7 @@ def test_a_missing_package_is_named(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(launch.importlib, "import_module", missing)
-    fmt = backend.to_format(CODECS["taco"])
+    fmt = dispatch.to_format(CODECS["taco"])
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'taco-jax\[triton\]'") as error:
         jax.eval_shape(functools.partial(operations.encode, fmt, Geometry(8, 1, 8)), jnp.zeros(8, jnp.bfloat16))
     assert "\n" not in str(error.value)

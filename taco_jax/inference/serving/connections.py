@@ -20,7 +20,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from taco_jax import cli
+from taco_jax.config import cli
 from taco_jax.inference.serving.errors import RequestError
 
 BACKLOG = 128

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from taco_jax import cli
-from taco_jax.inference.programs import bucket
+from taco_jax.config import cli
+from taco_jax.inference.compiled import bucket
 from taco_jax.inference.sampling import NOT_FINITE
-from taco_jax.inference.serving.jobs import Event, Job
-from taco_jax.inference.serving.programs import RowPrograms
+from taco_jax.inference.serving.batch_programs import RowPrograms
+from taco_jax.inference.serving.engine_types import Event, Job
 
 
 class QueueFull(Exception):

@@ -19,8 +19,7 @@ from collections.abc import Callable
 import uvicorn
 from starlette.applications import Starlette
 
-from taco_jax import cli
-from taco_jax.config import ConfigError
+from taco_jax.config import ConfigError, cli
 from taco_jax.inference.serving.connections import BACKLOG, Connections, Limits, room_for
 from taco_jax.inference.serving.service import Service
 

@@ -1,0 +1,165 @@
+"""Products whose sum over the ranks is part of the same kernel (`pallas_kernels/product`), where it can be.
+
+| function | forward | backward |
+|---|---|---|
+| product_psum | sum over the ranks of x @ w | dx = dy w^T, dw = x^T dy |
+| copy_product | x @ w, x the same on every rank | dx = sum over the ranks of dy w^T, dw = x^T dy |
+
+Megatron's g behind a row-parallel product and f before a column-parallel one, each joined with its product. A sum has
+two hops, the owner's own term unquantised, as two-shot has; owners have 64 rows each in turn, there one piece each.
+
+Dim letters: M rows, K inner dimension, N columns of the product that is summed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import product as kernels
+from taco_jax.collectives import comm_log, nvlink, one_shot, two_shot
+from taco_jax.collectives.api import copy, psum
+from taco_jax.collectives.async_collective import UnderWay
+from taco_jax.collectives.call import check_call
+from taco_jax.collectives.manual_region import axis_tuple, to_varying
+from taco_jax.collectives.message import Label, Message
+from taco_jax.collectives.vjp import AMAX_NAME, OUTPUT_NAME, as_slot
+from taco_jax.compression import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The static part. transposed: w is [N, K]."""
+
+    message: Message
+    transposed: bool
+    precision: Any = None
+
+    def term(self, x, w):
+        return jnp.matmul(x, w.T if self.transposed else w, precision=self.precision)
+
+
+def product_psum(x, w, axis_name, *, compression, precision=None, site="psum", scales=None) -> jax.Array:
+    """The sum over the ranks of x [..., K] @ w [K, N]: varying -> invarying, in one kernel where `takes` says so.
+
+    Other arguments as of `psum`, which does the rest.
+    """
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
+    call = check_call("product_psum", axis_name, compression, scales=scales)
+    label = Label(site, "forward", comm_log.current_calls("forward"))
+    found = Product(call.message(label, result.shape, _nbytes(result)), transposed=False, precision=precision)
+    if not takes(found, x, w):
+        product = jnp.matmul(x, w, precision=precision)
+        return psum(product, axis_name, compression=compression, site=site, scales=scales)
+    exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
+    return _psum(found, to_varying(x, axis_name), to_varying(w, axis_name), exponents, slot)
+
+
+def copy_product(x, w, axis_name, *, compression, precision=None, site="copy", scales=None) -> jax.Array:
+    """x [..., N] @ w [N, K] of an x that is the same on every rank; the sum that its gradient is in one kernel where
+    `takes` says so. Other arguments as of `copy`."""
+    call = check_call("copy_product", axis_name, compression, scales=scales)
+    label = Label(site, "backward", comm_log.current_calls("backward"))
+    found = Product(call.message(label, x.shape, _nbytes(x)), transposed=True, precision=precision)
+    if not takes(found, jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype), w):
+        x = copy(x, axis_name, compression=compression, site=site, scales=scales)
+        return jnp.matmul(x, w, precision=precision)
+    exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
+    return _copy(found, x, to_varying(w, axis_name), exponents, slot)
+
+
+def takes(product: Product, x, w) -> bool:
+    """Whether x [..., K] @ w and its sum are one kernel; what is chosen is noted (`backend.record`)."""
+    message, n = product.message, w.shape[0] if product.transposed else w.shape[1]
+    m = x.size // x.shape[-1]
+    if message.codec.exact or message.ranks == 1 or x.dtype != w.dtype:
+        return False
+    if not nvlink.takes(message, "all_reduce", jax.ShapeDtypeStruct((m * n,), x.dtype)):
+        return False
+    fmt = dispatch.to_format(message.codec)
+    reason = kernels.obstacle(fmt, m, x.shape[-1], n, str(x.dtype), message.ranks)
+    chosen = ("nvlink", "a product and its sum are one kernel") if reason is None else ("separate", reason)
+    dispatch.note(message.codec, "product and sum", chosen)
+    return reason is None
+
+
+def _nbytes(x) -> int:
+    return x.size * x.dtype.itemsize
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _psum(product: Product, x, w, exponents, slot):
+    return _sum(product, x, w, None if exponents is None else exponents[0])[0]
+
+
+def _psum_fwd(product, x, w, exponents, slot):
+    y, measure = _sum(product, x, w, None if exponents is None else exponents[0])
+    measure = None if slot is None else checkpoint_name(measure, AMAX_NAME)
+    return checkpoint_name(y, OUTPUT_NAME), (x, w, measure, slot)
+
+
+def _psum_bwd(product, residuals, ct):
+    x, w, measure, slot = residuals
+    dx, dw = jax.vjp(product.term, x, w)[1](to_varying(ct, product.message.axis))
+    return dx, dw, None, None if slot is None else jnp.stack([as_slot(measure, slot[0]), jnp.zeros_like(slot[1])])
+
+
+_psum.defvjp(_psum_fwd, _psum_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copy(product: Product, x, w, exponents, slot):
+    return jnp.matmul(to_varying(x, product.message.axis), w, precision=product.precision)
+
+
+def _copy_fwd(product, x, w, exponents, slot):
+    return _copy(product, x, w, exponents, slot), (x, w, exponents, slot)
+
+
+def _copy_bwd(product, residuals, ct):
+    x, w, exponents, slot = residuals
+    x = to_varying(x, product.message.axis)
+    (dw,) = jax.vjp(lambda w: jnp.matmul(x, w, precision=product.precision), w)[1](ct)
+    dx, measure = _sum(product, ct, w, None if exponents is None else exponents[1])
+    return dx, dw, None, None if slot is None else jnp.stack([jnp.zeros_like(slot[0]), as_slot(measure, slot[1])])
+
+
+_copy.defvjp(_copy_fwd, _copy_bwd)
+
+
+# Codes have no derivative: second derivatives take the exact ones of the product, as the first ones do.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
+    """(the sum over the ranks of the product, its measure)."""
+    message, (axis,) = product.message, axis_tuple(product.message.axis)
+    fmt = dispatch.to_format(message.codec)
+
+    def fused(x, w, exponent):
+        rows = x.reshape(-1, x.shape[-1])
+        y, measure = kernels.matmul_all_reduce(fmt, rows, w, axis, exponent, transposed=product.transposed)
+        return y.reshape(*x.shape[:-1], -1), measure
+
+    def separate(x, w, exponent):
+        kind = one_shot if message.in_one_shot else two_shot
+        return UnderWay(kind.all_reduce(message, product.term(x, w), exponent, None), kind.HOPS).arrive()
+
+    y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
+    in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
+    in_two_hops.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
+    return y, measure
+
+
+def _sum_fwd(product, x, w, exponent):
+    return _sum(product, x, w, exponent), (x, w)
+
+
+def _sum_bwd(product, residuals, ct):
+    return *jax.vjp(product.term, *residuals)[1](to_varying(ct[0], product.message.axis)), None
+
+
+_sum.defvjp(_sum_fwd, _sum_bwd)

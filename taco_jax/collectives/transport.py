@@ -1,0 +1,79 @@
+"""How the wires of a first hop change hands: row r of [P, W] goes to rank r, and row r of the result came from rank r.
+
+all_to_all is one collective. ring is P-1 permutations, each rank sending to the one s further on in step s = 1..P-1:
+the same bytes and the same result, for links on which an all_to_all of NCCL does badly. The rank's own row stays
+where it is. (A second hop cannot be staged so: the result of a permutation cannot be typed the same on every rank.)
+
+Dim letters: P ranks, W bytes of a wire.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax.collectives.manual_region import permute
+from taco_jax.collectives.message import Hops, Message
+from taco_jax.compat import barrier
+from taco_jax.compression import dispatch
+
+
+def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
+    """`wire`, sent when the last of `arrived` (the wires of earlier chunks) is there.
+
+    A link carries one after the other in any case; XLA would join gathers or permutations that do not wait for each
+    other into one, and nothing could overlap with it. The barrier's own copy of what has arrived takes its place in the
+    list, and is what must be read: XLA takes an operand whose result nobody uses out of a barrier.
+    """
+    if arrived:
+        wire, arrived[-1] = barrier(wire, arrived[-1])
+    return wire
+
+
+def send_chunks(
+    message: Message, chunks, x_S: jax.Array, exponent, key, send, own: list | None = None
+) -> tuple[list, list, Hops]:
+    """A message's first hop: its chunks (geometries over x_S), encoded and sent one after the other.
+
+    send: wires uint8[P, W] -> (what arrives, hops). own: takes the wires of each chunk that this rank sends. Returns
+    what arrives and the measure of each chunk, and all hops.
+    """
+    arrived, measures, hops = [], [], []
+    for k, geometry in enumerate(chunks):
+        wires, measure = dispatch.encode(
+            message.codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
+            backend=message.backend,
+        )  # fmt: skip
+        if own is not None:
+            own.append(wires)
+        received, sent = send(after(arrived, wires))
+        arrived.append(received)
+        measures.append(measure)
+        hops += sent
+    return arrived, measures, hops
+
+
+def gather(message: Message, wire: jax.Array, to: str) -> tuple[jax.Array, Hops]:
+    """(every rank's wire uint8[P, W], what was sent). Among groups of the axis the result can only be typed varying."""
+    gathered = lax.all_gather(wire, message.axis, axis_index_groups=message.groups, to=to)
+    return gathered, [("all-gather", gathered.size)]
+
+
+def swap(message: Message, wires_PW: jax.Array) -> tuple[jax.Array, Hops]:
+    """(received uint8[P, W], what was sent)."""
+    p, w = wires_PW.shape
+    if message.exchange == "all_to_all":
+        groups = message.groups
+        return lax.all_to_all(wires_PW, message.axis, 0, 0, axis_index_groups=groups, tiled=True), [
+            ("all-to-all", p * w)
+        ]
+    rank, groups = message.rank, message.groups or [range(p)]
+    row = lambda r: lax.dynamic_index_in_dim(wires_PW, r, keepdims=False)
+    received = [row(rank)]
+    for step in range(1, p):
+        perm = [(group[i], group[(i + step) % p]) for group in groups for i in range(p)]
+        received.append(permute(row((rank + step) % p), message.axis, perm))
+    # What arrived in step s came from rank - s.
+    steps = (rank - jnp.arange(p)) % p
+    return jnp.take(jnp.stack(received), steps, axis=0), [("collective-permute", w)] * (p - 1)

@@ -1,0 +1,233 @@
+"""Which site uses which codec pair: `Compression` for one site, `Plan` for a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+
+from taco_jax.codec import Codec, as_codec, check_choice
+
+ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
+SHOTS = ALGORITHMS[1:3]
+LINKS = ("auto", "nccl", "nvlink")
+BACKENDS = ("auto", "mosaic", "triton", "jnp")
+EXCHANGES = ("auto", "all_to_all", "ring")
+# Every chunk is a few collectives of its own in the program: thousands of them take minutes to compile and never pay.
+MAX_CHUNKS = 1024
+CHOICES = {"algorithm": ALGORITHMS, "link": LINKS, "backend": BACKENDS, "exchange": EXCHANGES}
+# Field: (rule, least, most).
+INTEGERS = {
+    "chunks": (f"must be an integer from 1 to {MAX_CHUNKS}, or None for the tuned number", 1, MAX_CHUNKS),
+    "min_bytes": ("must be an integer of 0 or more bytes, or None for the tuned value", 0),
+    "ranks_per_host": ("must be an integer of at least 1, or None for what JAX says of the devices", 1),
+}
+# What error feedback can be used with.
+FEEDBACK = {"algorithm": ("auto", *SHOTS), "link": ("auto", "nccl"), "between_hosts": (None,)}
+
+
+def as_integer(key: str, value, rule: str) -> int:
+    """A Python int of any integer (numpy's too). Raises TypeError, naming the key, the value and the rule."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{key}={value!r}: is of type {type(value).__name__}; {rule}")
+
+
+def _integer_or_none(key: str, value, rule: str, least: int, most: int | None = None) -> int | None:
+    if value is None:
+        return None
+    number = as_integer(key, value, rule)
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{key}={number}: {rule}")
+    return number
+
+
+def check_feedback(compression: Compression, entry: str = "error_feedback=True: ") -> None:
+    """Raises ValueError for a way of sending that keeps no wires, of which a rank could tell what they lost."""
+    for key, valid in FEEDBACK.items():
+        value = getattr(compression, key)
+        if value not in valid:
+            raise ValueError(f"{entry}{key}={value!r} knows no errors; it must be {' or '.join(map(repr, valid))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """How a message, or every message of a site, is sent. The one object of collectives, layers, models and inference.
+
+        Compression("taco")      Compression("int6h", backward="int8h", link="nccl")
+
+    Checked where it is made. All but `forward` are given by name.
+
+    Args:
+      forward, backward: codec of activations and of their gradients: a `Codec`, or a text "PRESET[,FIELD=VALUE...]"
+        such as "int4h,block=32". backward None: the same as forward.
+      min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for codec and link; 0
+        on the emulator.
+      algorithm: of what is summed or gathered: two_shot, one_shot, hierarchical (inside hosts, between and inside
+        again; with one host, or one rank on each, it is as auto would be there), or auto: hierarchical where the axis
+        spans several hosts and the message is large (on CPU always), else the algorithm that was measured as the faster
+        one on this link (`python -m taco_jax.tune`), and without a measurement one_shot for two ranks, two_shot for
+        more.
+      between_hosts: codec of what a hierarchical message sends between hosts, in both directions; None: the
+        message's own.
+      ranks_per_host: consecutive ranks of the axis that share a host; None: as JAX says of `jax.devices()`, if the mesh
+        is of all of them in their own order, else all ranks (a region's mesh does not know its devices).
+      link: nccl (kernels around NCCL's collectives), nvlink (one kernel that writes into peers' memory; raises
+        KernelUnavailableError where it cannot), or auto, which takes nvlink where one process drives Hopper GPUs that
+        have it.
+      backend: what encodes and decodes: mosaic, triton (GPU kernels), jnp, or auto, which takes a kernel where there is
+        one. A backend that is forced and cannot run raises `pallas_kernels.KernelUnavailableError` when it is traced.
+      chunks: pieces of a message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with
+        sending this one. The values are those of one piece, with two exceptions: stochastic rounding draws other noise,
+        and with scale="site" and no calibrated exponent each piece has a scale of its own. None: the number tuned for
+        the link, 1 where nothing was tuned.
+      exchange: how a message that sends another wire to every rank does it: all_to_all, or ring (P-1 permutations);
+        auto: as tuned, else all_to_all. The values are the same.
+      with_product: a layer's sum goes into the kernel of the product before it, where it goes over NVLink and both can
+        (`taco_jax.collectives.matmul_psum`). Collectives by themselves ignore it.
+      error_feedback: a decoder's row-parallel sum takes the error of the one before it along, and leaves its own to the
+        next (`taco_jax.collectives.error_feedback`). Collectives by themselves ignore it.
+
+    Raises:
+      ValueError, TypeError: a value that cannot be, in one line that names the field and what is valid.
+    """
+
+    forward: str | Codec = "taco"
+    _: dataclasses.KW_ONLY
+    backward: str | Codec | None = None
+    min_bytes: int | None = None
+    algorithm: str = "auto"
+    link: str = "auto"
+    backend: str = "auto"
+    chunks: int | None = None
+    exchange: str = "auto"
+    between_hosts: str | Codec | None = None
+    ranks_per_host: int | None = None
+    with_product: bool = False
+    error_feedback: bool = False
+
+    def __post_init__(self):
+        put = functools.partial(object.__setattr__, self)
+        for key in ("forward", "backward", "between_hosts"):
+            if not isinstance(getattr(self, key), Codec | str | None):
+                raise TypeError(f"{key}={getattr(self, key)!r}: must be a preset's name or a Codec")
+        if self.forward is None:
+            put("forward", "none")
+        if self.backward is None:
+            put("backward", self.forward)
+        for key in ("forward", "backward"):
+            as_codec(getattr(self, key), key)
+        for key, valid in CHOICES.items():
+            check_choice(key, getattr(self, key), valid)
+        for key, rule in INTEGERS.items():
+            put(key, _integer_or_none(key, getattr(self, key), *rule))
+        for key in ("with_product", "error_feedback"):
+            if not isinstance(getattr(self, key), bool):
+                raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False")
+        self._check_between_hosts()
+        if self.error_feedback:
+            check_feedback(self)
+            if self.with_product:
+                raise ValueError("error_feedback=True: with_product=True knows no errors; use one of the two")
+
+    def _check_between_hosts(self) -> None:
+        if self.between_hosts is None:
+            return
+        given = f"between_hosts={self.between_hosts!r}: "
+        if as_codec(self.between_hosts, "between_hosts").exact:
+            rule = "must be a codec that compresses, such as 'int4h', or None for the message's own"
+            raise ValueError(given + rule)
+        if self.algorithm in SHOTS:
+            rule = (
+                f"algorithm={self.algorithm!r} sends everything in one codec; use 'auto' or 'hierarchical', or leave "
+            )
+            raise ValueError(f"{given}{rule}between_hosts out")
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        """The codecs of the forward and of the backward message."""
+        return as_codec(self.forward), as_codec(self.backward)
+
+    @property
+    def between(self) -> Codec | None:
+        """The codec between hosts, None where it is the message's own."""
+        return None if self.between_hosts is None else as_codec(self.between_hosts)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both directions are jax.lax's own."""
+        return all(codec.exact for codec in self.codecs)
+
+
+EXACT = Compression("none")
+
+
+def as_compression(compression: str | Codec | Compression | None, key: str = "compression") -> Compression | None:
+    """Returns the Compression of a `Compression`, a codec or a text; None where it sends everything exactly.
+
+    A text is "CODEC" for both directions or "FORWARD:BACKWARD", each as of `as_codec`.
+
+    Raises:
+      ValueError: a text that names no codec; it begins with `key`.
+      TypeError: something else.
+    """
+    if isinstance(compression, str):
+        forward, colon, backward = compression.partition(":")
+        for text in (forward, backward) if colon else (forward,):
+            as_codec(text, key)
+        compression = Compression(forward, backward=backward if colon else None)
+    elif isinstance(compression, Codec):
+        compression = Compression(compression)
+    elif not isinstance(compression, Compression | None):
+        raise TypeError(f"{key}={compression!r}: must be a preset's name, a Codec, a Compression or None")
+    return None if compression is None or compression.is_exact else compression
+
+
+def without_key(compression: Compression | None) -> Compression | None:
+    """Returns the compression of a layer, which has no key to draw noise with.
+
+    Raises:
+      ValueError: a codec with rounding="stochastic".
+    """
+    for key in ("forward", "backward", "between_hosts") if compression is not None else ():
+        if as_codec(getattr(compression, key)).rounding == "stochastic":
+            raise ValueError(
+                f"{key}={getattr(compression, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or "
+                "the collectives of taco_jax with key="
+            )
+    return compression
+
+
+class Plan:
+    """Patterns of site names -> Compression (or what `as_compression` takes). The first match wins.
+
+        Plan({"layers/*/down": Compression("int6h", backward="taco"), "head": None, "*": "int8h:taco"})
+
+    Patterns are shell-style (`fnmatch`). A site that no pattern matches takes
+    `default` (None: exact); a pattern that matches no site is an error.
+    """
+
+    def __init__(self, rules: Mapping[str, str | Compression | None], default: str | Compression | None = None):
+        self.default = without_key(as_compression(default))
+        self.rules = {pattern: without_key(as_compression(value)) for pattern, value in rules.items()}
+
+    def resolve(self, site_names: Iterable[str]) -> dict[str, Compression | None]:
+        """The compression of every site. Raises ValueError for a pattern that matches none, naming the nearest site."""
+        names = list(site_names)
+        for pattern in self.rules:
+            if not [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+                near = difflib.get_close_matches(pattern, names, 1, 0.3)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                if pattern.startswith(("pp/", "dp/")):
+                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients; "
+                raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
+        return {name: self._lookup(name) for name in names}
+
+    def _lookup(self, name: str) -> Compression | None:
+        return next((c for pattern, c in self.rules.items() if fnmatch.fnmatchcase(name, pattern)), self.default)

@@ -1,0 +1,145 @@
+"""The compiled programs of a server: `insert` puts one prompt into a row of the batch, `step` decodes all rows.
+
+There is one cache of B rows. Requests come and go row by row, and each row has a position and a way of sampling of its
+own, so no program depends on which rows are in use, and a row's tokens depend on nothing but its own request. For that,
+sums of steps are exact: compressed, the term that a rank adds unquantised would be another one in another row, and
+blocks may span two rows. Prompts are compressed, each by itself. Whoever sets min_bytes has steps compressed too.
+
+Everything is compiled before the first request: `insert` for each padded length of a prompt (powers of two), `step`
+once for greedy rows alone and once for any.
+
+Dims: B rows of the batch, L length of a padded prompt, S slots of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from taco_jax.inference import cache as kv
+from taco_jax.inference import forward
+from taco_jax.inference.cache import KVCache
+from taco_jax.inference.compiled import Programs, bucket
+from taco_jax.inference.sampling import Rows, Sampling, greedy, sample
+from taco_jax.inference.settings import Settings
+from taco_jax.models.config import ModelConfig
+
+STATE, CACHE = 1, 2
+"""Which arguments of both programs these are."""
+
+
+class State(NamedTuple):
+    """Of every row: tokens, the last one chosen; positions, where it will stand; rows, how it is sampled."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    rows: Rows
+
+
+class RowPrograms(Programs):
+    """The programs for a batch of `batch` rows, each a sequence of at most `longest` tokens."""
+
+    def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any, batch: int, longest: int):
+        super().__init__(config, settings, mesh, params)
+        if settings.min_bytes is None:
+            exact = dataclasses.replace(settings, compression=None, plan={})
+            self._decode_layout = exact.layout(config, mesh.devices.flat[0], decoding=True)
+        self.batch, self.longest, self.itemsize = batch, longest, jnp.dtype(settings.dtype).itemsize
+        self._dtype = self._decode_layout.par.dtype
+
+    def lengths(self) -> list[int]:
+        """What prompts are padded to."""
+        return sorted({bucket(length, self.longest) for length in [*_powers(self.longest), self.longest]})
+
+    def compile(self) -> None:
+        for length in self.lengths():
+            self.insert(length)
+        for all_greedy in (True, False):
+            self.step(greedy=all_greedy)
+
+    def first_token(self) -> int:
+        """The token after a prompt of one: NOT_FINITE for a model that can answer nothing."""
+        state, cache = self.empty()
+        prompt = np.zeros((1, self.lengths()[0]), np.int32), np.array([1, 0], np.int32), Sampling().rows(1)
+        state, _ = self.insert(self.lengths()[0])(self.params, state, cache, *self.put(prompt))
+        return int(np.asarray(state.tokens)[0])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one device."""
+        return kv.cache_bytes(self.config, self.batch, self.longest, self.mesh.shape["tp"], self.itemsize)
+
+    def empty(self) -> tuple[State, KVCache]:
+        """A batch without requests."""
+        state = State(*(np.zeros(self.batch, np.int32) for _ in range(2)), Sampling().rows(self.batch))
+        shapes = self._cache_shapes()
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+            out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+        )
+        return self.put(state), zeros()
+
+    def insert(self, length: int) -> Callable:
+        """(params, state, cache, tokens int32[1, L], [length, row] int32[2], rows of one) -> (state, cache).
+
+        The prompt's keys and values are put into the row, and the token that follows it is the row's last token. The
+        cache that goes in is given away.
+        """
+        config, layout = self.config, self._prefill_layout
+
+        def run(params, state, cache, tokens_1L, where, one):
+            lengths_1, row = where[:1], where[1]
+            logits_1V, new = forward.prefill(params, tokens_1L, lengths_1, length, config, layout)
+            token_1 = sample(logits_1V, lengths_1, one)
+            put = lambda rows, value: lax.dynamic_update_slice(rows, value, (row,))
+            at = lambda rows, value: lax.dynamic_update_slice(rows, value, (0, row, 0, 0, 0))
+            state = State(
+                put(state.tokens, token_1), put(state.positions, lengths_1), jax.tree.map(put, state.rows, one)
+            )
+            return state, jax.tree.map(at, cache, new)
+
+        arguments = self._state_shapes(), self._cache_shapes(), self._ints(1, length), self._ints(2), self._rows(1)
+        specs = (self._param_specs, P(), kv.specs(), P(), P(), P()), (P(), kv.specs())
+        return self._program(("insert", length), run, specs, arguments, donate=(CACHE,))
+
+    def step(self, *, greedy: bool) -> Callable:
+        """(params, state, cache, live bool[B]) -> (state, cache); rows that are not live stay where they are.
+
+        greedy: all live rows are. The cache that goes in is given away.
+        """
+        config, layout = self.config, self._decode_layout
+
+        def run(params, state, cache, live_B):
+            logits_BV, cache = forward.decode(params, state.tokens, state.positions, cache, config, layout)
+            ahead_B = state.positions + 1
+            chosen_B = _choose(logits_BV, ahead_B, state.rows, greedy)
+            keep = lambda new, old: jnp.where(live_B, new, old)
+            return State(keep(chosen_B, state.tokens), keep(ahead_B, state.positions), state.rows), cache
+
+        arguments = self._state_shapes(), self._cache_shapes(), self._shape((self.batch,), jnp.bool_, P())
+        specs = (self._param_specs, P(), kv.specs(), P()), (P(), kv.specs())
+        return self._program(("step", greedy), run, specs, arguments, donate=(CACHE,))
+
+    def _state_shapes(self) -> State:
+        return State(self._ints(self.batch), self._ints(self.batch), self._rows(self.batch))
+
+    def _cache_shapes(self) -> KVCache:
+        heads = max(self.config.n_kv_heads, self.mesh.shape["tp"])
+        shape = (self.config.n_layers, self.batch, self.longest, heads, self.config.head_dim)
+        return KVCache(*(self._shape(shape, self._dtype, spec) for spec in kv.specs()))
+
+
+def _choose(logits_BV: jax.Array, positions_B: jax.Array, rows: Rows, all_greedy: bool) -> jax.Array:
+    return greedy(logits_BV) if all_greedy else sample(logits_BV, positions_B, rows)
+
+
+def _powers(longest: int) -> list[int]:
+    return [1 << i for i in range(longest.bit_length()) if 1 << i <= longest]

@@ -1,0 +1,403 @@
+"""Checkpoints: parameters, optimiser, site scales, data position and seed, written by Orbax while training goes on.
+
+A checkpoint of step s is the state after s steps, in `WORKDIR/checkpoints/s`. It can be restored onto any mesh: arrays
+are stored whole, and a vocabulary that is padded to another size is cut or filled up in its padding only. Its record
+has a digest of every array (`taco_jax.train.digests`), which must be that of what is restored: what a disk or a copy
+changed is named, and nothing goes on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.train.digests import digests
+from taco_jax.train.workdir import set_aside
+
+# Parts of a state that a run can do without: what is stored is used where it fits.
+_SCALES, _COPY = "scales", "copy"
+# What the record has beside the run's own values: digests of the arrays, which padding they leave out, and its own.
+_DIGESTS, _VOCABULARY, _RECORD = "digests", "vocabulary", "record_digest"
+# Why a file system takes no more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used. Its message is one line. Exit code 2."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that cannot be written. Its message is one line; those from before it are good. Exit code 1."""
+
+
+@dataclasses.dataclass
+class Kept:
+    """Orbax' policy of what stays: the latest `latest` checkpoints (None: all), or, while `all` is set, every one."""
+
+    latest: int | None
+    all: bool = False
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        n = len(checkpoints)
+        kept = n if self.all or self.latest is None else self.latest
+        return [i >= n - kept for i in range(n)]
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
+
+    def __init__(self, folder: str | Path, config: CheckpointConfig):
+        self.folder = Path(folder).absolute()
+        self._config = config
+        self._failed, self._written, self._hook = False, None, None
+        self._manager = self._open()
+
+    def _open(self):
+        if self._config.enabled:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        elif not self.folder.is_dir():
+            return None
+        # Imported where it is used: it takes seconds, and it says a lot through absl.
+        import orbax.checkpoint as ocp
+
+        # What fails is raised, too: its log is the same in hundreds of lines.
+        for name in ("absl", "orbax"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._ocp = ocp
+        # Which of them stay is decided when one is saved.
+        self._kept = Kept(self._config.keep)
+        if self._hook is None:
+            self._hook, sys.unraisablehook = sys.unraisablehook, _without_stragglers(sys.unraisablehook)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            _SCALES: ocp.StandardCheckpointHandler(),
+            _COPY: ocp.StandardCheckpointHandler(),
+            "run": ocp.JsonCheckpointHandler(),
+        }
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        if self._manager is None:
+            return
+        try:
+            if self._failed:
+                return
+            with self._saving():
+                self._manager.wait_until_finished()
+                self._manager.close()
+            if kind is None:
+                sys.unraisablehook = self._hook
+        except SaveError:
+            # What the run failed of comes first.
+            if kind is None:
+                raise
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what Orbax raises while it writes, or later of what it wrote meanwhile, into a SaveError."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            # Orbax says it in a chain of exceptions, with the sources' lines.
+            text = " ".join(" ".join(str(e) for e in _chain(error)).split())
+            full = next((os.strerror(code) for code in _FULL if os.strerror(code) in text), None)
+            where = self.folder / str(self._written)
+            complete = self._complete()
+            way = f"goes on from step {complete[-1]}, the last complete one" if complete else "starts again"
+            raise SaveError(
+                f"checkpoint {where}: cannot be written ({full or f'{type(error).__name__}: {text[:200]}'}); with more "
+                f"room the same command {way}"
+            ) from error
+
+    def _complete(self) -> list[int]:
+        """Steps whose folders have their names: one that is not complete has another."""
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
+
+    def steps(self) -> list[int]:
+        """Steps that can be restored, ascending."""
+        return sorted(self._manager.all_steps()) if self._manager is not None else []
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: dict[str, Any],
+        *,
+        vocabulary: tuple[int, int] = (0, 0),
+        in_place_of_older: bool = True,
+    ) -> None:
+        """Starts writing `state` (a dataclass pytree) and `run` (plain values: data position, seed) as checkpoint
+        `step`.
+
+        Returns when the arrays are copied to the host, so that the next step may donate them. Does nothing if
+        checkpoints are switched off or `step` is there already.
+
+        Args:
+          vocabulary: its size, and that to which this mesh pads it, where dims of that size have what does not count.
+          in_place_of_older: where that makes more than `checkpoint.keep` of them, the oldest are deleted.
+
+        Raises:
+          SaveError: this checkpoint or the one before it cannot be written.
+        """
+        if not self._config.enabled or step in self._manager.all_steps():
+            return
+        args, arrays = self._ocp.args, _fields(state)
+        parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
+        named = _named({"state": arrays, **parts})
+        limits = {name: _limits(leaf.shape, vocabulary) for name, leaf in named.items()}
+        record = {"step": step, **run, _VOCABULARY: list(vocabulary), _DIGESTS: digests(named, limits)}
+        items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _record_digest(record)})}
+        items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
+        self._kept.all = not in_place_of_older
+        with self._saving():
+            self._manager.wait_until_finished()  # its error is of the step before
+            self._written = step
+            self._manager.save(step, args=args.Composite(**items), force=True)
+
+    def choose(self, requested: int | None) -> int | None:
+        """The step to resume from: `requested`, else the latest, else None; CheckpointError if it is absent."""
+        present = self.steps()
+        if requested is None:
+            return present[-1] if present else None
+        if requested not in present:
+            there = f"present: {', '.join(map(str, present))}" if present else "the workdir has no checkpoint"
+            raise CheckpointError(f"checkpoint.resume_step={requested}: no such checkpoint in {self.folder}; {there}")
+        return requested
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Moves the checkpoints later than `step` out of the way of a run that goes on from there; returns where to."""
+        later = [s for s in self.steps() if s > step]
+        if not later:
+            return []
+        self._manager.wait_until_finished()
+        self._manager.close()
+        # On several processes the first one moves; the others only see the result.
+        moved = []
+        if jax.process_index() == 0:
+            aside = self.folder.with_name(f"{self.folder.name}.aside")
+            aside.mkdir(exist_ok=True)
+            for s in later:
+                target = aside / str(s)
+                if target.exists():
+                    set_aside(target)
+                moved.append((self.folder / str(s)).rename(target))
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("taco_jax checkpoints set aside")
+        self._manager = self._open()
+        return moved
+
+    def restore(
+        self, step: int, shapes: Any, vocab_size: int, fresh_scales: Callable[[], Any]
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """(state, run, remarks) of checkpoint `step`. The state's `copy` is None where none like it is stored.
+
+        Args:
+          shapes: the state as ShapeDtypeStructs with the shardings of the current mesh.
+          vocab_size: dims that differ must both be at least this long: only padding is cut or added.
+          fresh_scales: makes the site scales, of which those take their place that are not stored (a pipeline's on a
+            checkpoint without) or have another history. Stored ones of sites that the run has not are left out.
+        """
+        args, targets = self._ocp.args, _fields(shapes)
+        scales, copy = targets.pop(_SCALES, None), targets.pop(_COPY, None)
+        self._manager.wait_until_finished()
+        meta = self._readable(step, lambda: self._manager.item_metadata(step))
+        run = self._record(step)
+        self._check_complete(step, run, meta)
+        self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
+        items = {"state": args.StandardRestore(targets, strict=False)}
+        stored = _tree(meta, _SCALES) or {}
+        if scales and stored:
+            items[_SCALES] = args.StandardRestore(_alike(stored, scales))
+        same_copy = _described(copy) == _described(_tree(meta, _COPY))
+        if same_copy and copy is not None:
+            items[_COPY] = args.StandardRestore(copy)
+        found = self._readable(step, lambda: self._manager.restore(step, args=args.Composite(**items)))
+        shapes_stored = {item: _tree(meta, item) for item in found}
+        self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
+        remarks = []
+        restored = dict(found["state"])
+        if scales is not None:
+            kept = [site for site in scales if _described(scales[site]) == _described(stored.get(site))]
+            restored[_SCALES] = scales and {site: found[_SCALES][site] for site in kept}
+            if len(kept) < len(scales) or (stored and not scales):
+                fresh = fresh_scales()
+                restored[_SCALES] = fresh | restored[_SCALES] if kept else fresh
+                which = f" of {', '.join(sorted(scales.keys() - set(kept)))}" if kept else ""
+                remarks.append(
+                    f"site scales{which} start uncalibrated: the checkpoint's are of other sites or another history"
+                )
+        if copy is not None:
+            restored[_COPY] = found[_COPY] if same_copy else None
+            if not same_copy:
+                remarks.append("the ranks' copy of the parameters starts from the master weights")
+        return dataclasses.replace(shapes, **restored), run, remarks
+
+    def _readable(self, step: int, read: Callable[[], Any]) -> Any:
+        """read(), or one line about a checkpoint whose files are damaged."""
+        try:
+            return read()
+        except Exception as error:  # Orbax says of damaged data no more than that
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            # A page of tensorstore's, in which the array is one of the paths.
+            if array := re.search(r"'path': '([^/'][^']*?)/?'", str(error)):
+                what = f"of {array[1]}, some is missing or damaged"
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: cannot be read ({what}); {self._before(step)}"
+            ) from error
+
+    def _record(self, step: int) -> dict[str, Any]:
+        """The record of a step. Raises CheckpointError for that of another, and for one that is not as written."""
+        args = self._ocp.args.Composite(run=self._ocp.args.JsonRestore())
+        found = self._readable(step, lambda: self._manager.restore(step, args=args)["run"])
+        run = self._readable(step, lambda: {"step": found["step"], **found})
+        digest = run.pop(_RECORD, None)
+        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _record_digest(run)):
+            raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
+        if run["step"] != step:
+            free = run["step"] not in self.steps()
+            way = f"rename it to {run['step']}" if free else f"move it away ({run['step']} is there)"
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; {way}, or "
+                f"{self._before(step)}"
+            )
+        return run
+
+    def _check_complete(self, step: int, run: dict[str, Any], meta: Any) -> None:
+        """Raises CheckpointError where arrays of the record are not stored: a part of the checkpoint was deleted."""
+        stored = _named({part: _tree(meta, part) for part in ("state", _SCALES, _COPY)})
+        missing = sorted(run.get(_DIGESTS, {}).keys() - stored.keys())
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is damaged: not there are {', '.join(missing[:3])}{more}; "
+                f"{self._before(step)}"
+            )
+
+    def _check_digests(self, step: int, run: dict[str, Any], found: Any, stored: Any) -> None:
+        """Raises CheckpointError where arrays are not those that were saved. Earlier versions saved no digests."""
+        saved, vocabulary = run.pop(_DIGESTS, None), run.pop(_VOCABULARY, (0, 0))
+        if saved is None:
+            return
+        shapes = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+        named = {name: leaf for name, leaf in _named(found).items() if name in saved}
+        # Elements beyond what was stored are padding, too.
+        limits = {name: _limits(shapes[name], vocabulary) for name in named}
+        damaged = [name for name, digest in digests(named, limits).items() if digest != saved[name]]
+        if damaged:
+            more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is damaged: not as saved are {', '.join(damaged[:3])}{more}; "
+                f"{self._before(step)}"
+            )
+
+    def _before(self, step: int) -> str:
+        earlier = [s for s in self.steps() if s < step]
+        return (
+            f"go on from the one before with --checkpoint.resume-step {earlier[-1]}"
+            if earlier
+            else "no other is before it"
+        )
+
+    def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
+        want, have = _described(targets), _described(getattr(meta, "tree", meta))
+        where = f"checkpoint {self.folder / str(step)}"
+        if want.keys() != have.keys():
+            odd = sorted(want.keys() ^ have.keys())[:3]
+            raise CheckpointError(
+                f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); use another --workdir"
+            )
+        for name, (shape, dtype) in want.items():
+            stored, stored_dtype = have[name]
+            padded = len(stored) == len(shape) and all(
+                a == b or min(a, b) >= vocab_size for a, b in zip(shape, stored, strict=True)
+            )
+            if not padded or dtype != stored_dtype:
+                raise CheckpointError(
+                    f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
+                    f"{dtype}{list(shape)}; use the same model or another --workdir"
+                )
+
+
+def _without_stragglers(hook: Callable) -> Callable:
+    """`hook` but for what is reported of work that nobody waits for, after one array could not be written or read:
+    by threads of tensorstore, each, and by Orbax' coroutines, a page for each of the other arrays."""
+
+    def unraisablehook(unraisable):
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if not of_orbax and "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    return unraisablehook
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(_name(key) for key in path): leaf for path, leaf in leaves}
+
+
+def _limits(shape: tuple[int, ...], vocabulary: Sequence[int]) -> tuple[int, ...]:
+    """Of each dim of a stored array, from which coordinate on there is padding."""
+    size, padded = vocabulary
+    return tuple(size if n == padded else n for n in shape)
+
+
+def _record_digest(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+
+
+def _tree(meta: Any, item: str) -> Any:
+    found = meta[item] if item in meta else None
+    return getattr(found, "tree", found)
+
+
+def _alike(stored: Any, scales: Any) -> Any:
+    """What to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
+    leaf = jax.tree.leaves(scales)[0]
+    place = lambda meta: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=leaf.sharding)
+    whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}
+    same = {site for site in scales if _described(scales[site]) == _described(stored.get(site))}
+    return whole | {site: scales[site] for site in same}
+
+
+def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{"opt_state.1.0.mu.embed": (shape, dtype)}; the same for the tree and for Orbax' record of it."""
+    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in _named(tree).items()}
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

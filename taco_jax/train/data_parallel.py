@@ -1,0 +1,248 @@
+"""Data parallelism around the gradient: the sum over dp, optimiser states of shares (ZeRO-1), parameters gathered back.
+
+    g_r   = sum over ranks of share r of the gradients            (compressed reduce-scatter, float32 sums)
+    w_r  <- optimiser(w_r, g_r)                                   (float32 masters, of which rank r has share r)
+    c    <- all_gather(w_r)                                       parameters none, bfloat16
+    c    <- c + decode(all_gather(encode(w_r - c_r)))             parameters a codec
+
+c is the copy that every rank computes with. Differences are small and all of one size, so 4 to 8 bits are enough, and
+what a codec loses stays in the next difference: errors do not add up. Without ZeRO-1 the sum is an all-reduce, or
+within and between hosts a reduce-scatter, an all-reduce and an all_gather (`taco_jax.train.levels`).
+
+Gradients and parameters travel in buckets: leaves side by side, each from a multiple of the codec's block, so that no
+block has elements of two; a leaf above the bucket's size goes in as many chunks. Buckets depend on nothing of each
+other, and that of an untied head, whose gradient is ready first, is its own: XLA may send one while it computes the
+next. Layers are scanned, so that the gradients of all layers come together, when the backward pass ends.
+
+Bytes sent by one rank, for n elements of a device's part of the parameters and P ranks: (P-1)/P wire_bytes(n) for the
+gradients, the same for the parameters; without ZeRO-1 2 (P-1)/P wire_bytes(n) for the gradients alone.
+
+Sources: ZeRO (arXiv 1910.02054), SDP4Bit (arXiv 2410.15526).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from taco_jax import collectives
+from taco_jax.codec import Codec, as_codec
+from taco_jax.collectives import comm_log
+from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.collectives.manual_region import axis_tuple
+from taco_jax.compression.compression import MAX_CHUNKS, Compression
+from taco_jax.config import TrainConfig
+from taco_jax.train import levels
+from taco_jax.train.shards import Cut, buckets, cut, pack, unpack
+
+GRADIENTS, PARAMETERS = comm_log.GRADIENTS, "dp/params"
+BF16 = "bfloat16"
+
+
+class DataParallel:
+    """The messages over dp of one configuration. All methods take and return global arrays, under jit.
+
+    sharded: ZeRO-1 is on, and there is more than one rank. has_copy: the parameters of the state are masters of which
+    every rank has its share, beside a copy that it computes with.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, specs: Any, shapes: Any):
+        """specs, shapes: of the parameters; specs name no axis dp."""
+        c = config.data_parallel
+        self.config, self.mesh, self.specs = config, mesh, specs
+        self.ranks = mesh.shape["dp"]
+        self.levels = levels.choose(c.gradients, mesh, config.mesh.devices_per_host)
+        self.sharded = c.zero1 and self.ranks > 1
+        self.has_copy = self.sharded and c.parameters != "none"
+        self.copy_dtype = jnp.dtype(BF16 if c.parameters == BF16 else config.compute_dtype)
+        self.differences = self.has_copy and c.parameters != BF16
+        sizes = dict(mesh.shape)
+        self.cuts = jax.tree.map(lambda shape, spec: cut(shape.shape, spec, sizes, self.ranks), shapes, specs)
+        flat, self._tree = jax.tree_util.tree_flatten_with_path(self.cuts)
+        self._cuts: list[Cut] = [c for _, c in flat]
+        # A device's parts of leaves that are the same along tp stay so, as far as types can tell, only by themselves.
+        groups = [(_axes(cut.spec), path[0] == jax.tree_util.DictKey("head")) for path, cut in flat]
+        self._limit = max(1, int(c.bucket_mb * 1e6) // 4)
+        self._buckets = buckets([math.prod(cut.shape) for cut in self._cuts], groups, self._limit)
+
+    @property
+    def codecs(self) -> list[str]:
+        """The codecs of the messages over dp, but for `none`."""
+        used = {*self.levels.codecs, self._parameter_codec} if self.ranks > 1 else set()
+        return sorted(used - {"none"})
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one rank's gradients before they are summed, on one device."""
+        return sum(4 * math.prod(c.shape) for c in self._cuts)
+
+    @property
+    def share_specs(self) -> Any:
+        return jax.tree.map(lambda c: c.share_spec(), self.cuts)
+
+    @property
+    def master_specs(self) -> Any:
+        """Of `TrainState.params`."""
+        return self.share_specs if self.has_copy else self.specs
+
+    # Gradients
+
+    @property
+    def partial_specs(self) -> Any:
+        """Of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
+        return jax.tree.map(lambda spec: P("dp", *spec), self.specs)
+
+    def reduce(self, partial: Any) -> Any:
+        """The sum of every rank's gradients float32[dp, ...]: shares with ZeRO-1, else whole on every rank."""
+        axis = self.levels.axis
+        run = jax.shard_map(
+            lambda partial: self._reduce(jax.tree.map(lambda g: g.squeeze(0), partial)),
+            mesh=self.levels.mesh,
+            in_specs=(jax.tree.map(lambda spec: P(axis, *spec), self.specs),),
+            out_specs=jax.tree.map(lambda c: c.share_spec(axis), self.cuts) if self.sharded else self.specs,
+        )
+        return run(partial)
+
+    def _reduce(self, grads: Any) -> Any:
+        codecs = [level.codec for level in self.levels.levels]
+        if self.ranks == 1 or (not self.sharded and all(codec.exact for codec in codecs)):
+            # XLA makes its own buckets of an exact sum.
+            size = sum(leaf.size for leaf in jax.tree.leaves(grads))
+            comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
+            return lax.psum(grads, "dp")
+        with comm_log.marked("gradient", "backward"):
+            return self._reduce_buckets(grads, self._block(*codecs))
+
+    def _reduce_buckets(self, grads: Any, block: int) -> Any:
+        leaves = self._tree.flatten_up_to(grads)
+        out = list(leaves)
+        for number, bucket in enumerate(self._buckets):
+            site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
+            if self.sharded:
+                rows = [c.rows(leaves[i]) for c, i in zip(cuts, bucket)]
+                packed = self._reduce_scatter(self._tiled(pack(rows, block), self.levels.levels[0].codec), site)
+                for c, i, part in zip(cuts, bucket, unpack(packed, [r.shape[-1] for r in rows], block)):
+                    out[i] = c.without_padding(part.reshape(c.share_shape), self.levels.axis)
+            else:
+                packed = self._all_reduce(pack([leaves[i].reshape(-1) for i in bucket], block), site)
+                for i, part in zip(bucket, unpack(packed, [leaves[i].size for i in bucket], block)):
+                    out[i] = part.reshape(leaves[i].shape)
+        return self._tree.unflatten(out)
+
+    def _reduce_scatter(self, x_PN: jax.Array, site: str) -> jax.Array:
+        """[P, N] -> this rank's row of the sum."""
+        n = x_PN.shape[-1]
+        # Rank r is rank r % inside of host r // inside.
+        x = x_PN.reshape(*(level.ranks for level in reversed(self.levels.levels)), n)
+        for level in self.levels.levels:
+            options = self._options(level.codec, x.size, self._level_site(site, level))
+            x = collectives.psum_scatter(x, level.axis, scatter_dimension=x.ndim - 2, **options)
+        return x
+
+    def _all_reduce(self, x_N: jax.Array, site: str) -> jax.Array:
+        inner, *outer = self.levels.levels
+        options = lambda level, size: self._options(level.codec, size, self._level_site(site, level))
+        if not outer:
+            return collectives.psum(x_N, inner.axis, **options(inner, x_N.size))
+        (outer,) = outer
+        size = x_N.size
+        # Every rank's part begins at a block of the whole.
+        x = pack([x_N], inner.ranks * self._block(inner.codec, outer.codec))
+        x = collectives.psum_scatter(x, inner.axis, tiled=True, **options(inner, x.size))
+        x = collectives.psum(x, outer.axis, **options(outer, x.size))
+        gather = {"axis": 0, "tiled": True, "to": "invarying"}
+        return collectives.all_gather(x, inner.axis, **gather, **options(inner, size))[:size]
+
+    def _level_site(self, site: str, level: levels.Level) -> str:
+        return site if len(self.levels.levels) == 1 else f"{site}/{level.axis.removeprefix('dp_')}"
+
+    # Parameters
+
+    def masters(self, params: Any) -> Any:
+        """The float32 weights that this rank's optimiser updates: its shares of the state's parameters, or all."""
+        return self.own(params) if self.sharded and not self.has_copy else params
+
+    def own(self, whole: Any) -> Any:
+        """Whole leaves -> their shares, without a message."""
+        local = lambda whole: jax.tree.map(lambda c, x: c.own(x), self.cuts, whole)
+        return self._map(local, self.specs, out_specs=self.share_specs)(whole)
+
+    def spread(self, masters: Any, copy: Any) -> tuple[Any, Any]:
+        """(parameters, copy) of the next state, from updated masters and the copy so far."""
+        if not self.sharded:
+            return masters, None
+        local = functools.partial(self._gather, codec=as_codec(self._parameter_codec), dtype=self.gather_dtype)
+        with comm_log.marked("parameter", "forward"):
+            if not self.differences:
+                whole = self._map(local, self.share_specs, out_specs=self.specs)(masters)
+                return (masters, whole) if self.has_copy else (whole, None)
+
+            def add(masters, copy):
+                own = jax.tree.map(lambda c, w: c.own(w).astype(jnp.float32), self.cuts, copy)
+                change = local(jax.tree.map(jnp.subtract, masters, own))
+                return jax.tree.map(lambda w, d: (w.astype(jnp.float32) + d).astype(w.dtype), copy, change)
+
+            return masters, self._map(add, self.share_specs, self.specs, out_specs=self.specs)(masters, copy)
+
+    def whole(self, shares: Any) -> Any:
+        """Shares -> whole leaves, exactly: for what happens once, not in a step."""
+        local = functools.partial(self._gather, codec=as_codec("none"), dtype=jnp.float32)
+        return self._map(local, self.share_specs, out_specs=self.specs)(shares)
+
+    @property
+    def _parameter_codec(self) -> str:
+        return self.config.data_parallel.parameters if self.differences else "none"
+
+    @property
+    def gather_dtype(self):
+        """Of the values that `spread` sends, before any codec."""
+        return self.copy_dtype if self.has_copy and not self.differences else jnp.dtype(jnp.float32)
+
+    def _gather(self, shares: Any, codec: Codec, dtype) -> Any:
+        """Every rank's shares as whole leaves of `dtype`."""
+        leaves, block = self._tree.flatten_up_to(shares), self._block(codec)
+        out = list(leaves)
+        for number, bucket in enumerate(self._buckets):
+            cuts = [self._cuts[i] for i in bucket]
+            x_N = self._tiled(pack([leaves[i].reshape(-1) for i in bucket], block), codec).astype(dtype)
+            if dtype == BF16:
+                # As bits: XLA on CPU would widen the message.
+                x_N = lax.bitcast_convert_type(x_N, jnp.uint16)
+            options = self._options(codec, self.ranks * x_N.size, f"{PARAMETERS}/{number}")
+            x_PN = collectives.all_gather(x_N, "dp", to="invarying", **options)
+            if dtype == BF16:
+                x_PN = lax.bitcast_convert_type(x_PN, jnp.bfloat16)
+            for c, i, part in zip(cuts, bucket, unpack(x_PN, [leaves[i].size for i in bucket], block)):
+                out[i] = c.join(part)
+        return self._tree.unflatten(out)
+
+    def _map(self, local, *in_specs, out_specs):
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def _options(self, codec: Codec, size: int, site: str) -> dict[str, Any]:
+        """Of a bucket's message of `size` float32 values. Peer memory is left to the layers."""
+        chunks = min(MAX_CHUNKS, math.ceil(size / self._limit))
+        backend = self.config.compression.backend
+        compression = Compression(codec, min_bytes=0, chunks=chunks, backend=backend, link="nccl")
+        return {"compression": compression, "site": site}
+
+    def _tiled(self, x: jax.Array, codec: Codec) -> jax.Array:
+        """Shares [..., N] of whole tiles of kernels where that costs little: an all-reduce sees to it by itself."""
+        if codec.exact:
+            return x
+        return pack([x], chunk_elements(codec, self.ranks * x.shape[-1], self.ranks))
+
+    @staticmethod
+    def _block(*codecs: Codec) -> int:
+        return max(1 if codec.exact else codec.block for codec in codecs)
+
+
+def _axes(spec: P) -> frozenset[str]:
+    return frozenset(a for entry in spec if entry is not None for a in axis_tuple(entry))

@@ -1,0 +1,422 @@
+"""The trainer: `python -m taco_jax.train --config experiments/quickstart.py [--mesh.tp 4 ...]`.
+
+One optimiser step is one call of a jitted program (`taco_jax.train.step`); this file brings it data and takes away its
+metrics. It reads the metrics of a step while the next one runs, so the devices never wait for the host.
+
+With several processes (`taco_jax.launch.distributed`) each does all of this in step with the others: it feeds its
+own rows of every batch and writes its own part of every checkpoint; the first one alone prints, and writes the other
+files.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from taco_jax import data
+from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.config.checks import check
+from taco_jax.launch import distributed
+from taco_jax.launch.preemption import StopRequests
+from taco_jax.models.params import count_params
+from taco_jax.nn.vocab_parallel import pad_vocab
+from taco_jax.train.checkpoint import Checkpoints, SaveError
+from taco_jax.train.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
+from taco_jax.train.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
+
+_SENT = ("bytes", "bytes_bf16")
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; what was saved is good. Exit code 1."""
+
+
+def main(args: Sequence[str]) -> int:
+    config = check(cli.parse(args))
+    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
+    return distributed.run(config, _work)
+
+
+def _work(config: TrainConfig) -> int:
+    try:
+        train(config)
+    except (TrainingError, SaveError) as error:
+        cli.say(f"error: {error}", sys.stderr)
+        return 1
+    return 0
+
+
+def train(config: TrainConfig) -> dict[str, Any] | None:
+    """Runs or resumes the training that `config` describes, up to `steps` or `stop_after`.
+
+    SIGTERM and SIGUSR1 stop it after the step that is under way, with a checkpoint, as `stop_after` would.
+
+    Returns the last record (its keys: `taco_jax.train.metrics`); None for a dry run.
+
+    Raises:
+      ConfigError: the settings, the data or the workdir cannot be used.
+      TrainingError: too many steps in a row were not finite, or the records cannot be written.
+      SaveError: a checkpoint cannot be written.
+    """
+    # Imported here: errors in the settings then come before the seconds that these imports take.
+    from taco_jax.mesh import make_mesh
+    from taco_jax.train import dry_run
+
+    cli.devices(config.devices)
+    try:
+        mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config.dry_run:
+        say(dry_run.report(config, mesh))
+        return None
+    with StopRequests() as requests:
+        return _train(config, mesh, requests)
+
+
+def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
+    from taco_jax.train import dry_run
+    from taco_jax.train.step import build
+
+    train_tokens, validation_tokens = data.open_data(config.data, config.model.vocab_size)
+    batches = data.batches(config, train_tokens)
+    data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
+    program = build(config, mesh)
+    dry_run.trace(program)  # raises what compiling it would, and is not done again
+    with ExitStack() as stack:
+
+        def enter() -> list[str]:
+            remarks = [f"changed since this workdir's first run: {remark}" for remark in open_workdir(config)]
+            # The first process holds it for all: where that one dies, all end.
+            return remarks + (stack.enter_context(locked(config.workdir)) if jax.process_index() == 0 else [])
+
+        # Nothing is written before this line: settings that cannot work leave no folder behind.
+        for remark in distributed.first_alone(enter, config.workdir):
+            say(remark)
+        with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
+            run = Run(config, program, checkpoints, batches, validation_tokens, requests)
+            try:
+                run.begin()
+                run.announce(mesh, len(train_tokens), len(validation_tokens))
+                run.loop()
+                record = run.summary()
+            finally:
+                run.close()
+        if jax.process_index() == 0:
+            _finish(config, record, run.first - 1, run.stopped_by)
+    return record
+
+
+class Run:
+    """The state of a run between its steps: the program's state, the position of the data, and the clock."""
+
+    def __init__(
+        self,
+        config,
+        program,
+        checkpoints: Checkpoints,
+        batches: data.Batches,
+        validation_tokens,
+        requests: StopRequests,
+    ):
+        self.config, self.program, self.checkpoints, self.batches = config, program, checkpoints, batches
+        self.requests, self.stopped_by = requests, None
+        self.validation_tokens = validation_tokens
+        self.stop = min(config.steps, config.stop_after or config.steps)
+        self.step, self.first = 0, 1
+        self.state: Any = None
+        self.recorder: Recorder | None = None
+        self.record: dict[str, Any] = {}
+        self.owed = False
+        devices = jax.local_devices()
+        peak = bf16_peak(devices[0].device_kind)
+        self.peak_flops = peak and peak * config.mesh.size
+        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.sent: dict[str, Any] = {}  # what a record says of messages
+        # Notes when a step's metrics are there: this thread may come later, when the next step is done too.
+        self.watch = ThreadPoolExecutor(1)
+        self.clock: float | None = None
+        self.timed_step = 0
+        self.seconds_per_step: float | None = None
+
+    def begin(self) -> None:
+        """Restores the checkpoint that the config asks for, else makes the first state."""
+        config = self.config
+        chosen = self.checkpoints.choose(config.checkpoint.resume_step)
+        remarks, moved = [], []
+        if chosen is None:
+            self.state = self.program.init(jax.random.key(config.seed))
+        else:
+            stored, run, remarks = self.checkpoints.restore(
+                chosen,
+                self.program.stored.shapes,
+                config.model.vocab_size,
+                lambda: self.program.init(jax.random.key(config.seed)).scales,
+            )
+            self.state = self.program.stored.unpack(stored)
+            self.batches.restore(run["data"])
+            self.step = chosen
+            moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
+            if moved:
+                remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
+            say(f"resumed from step {chosen}")
+        # A finished run keeps its records: nothing is going to make them again.
+        self.recorder = Recorder(
+            config,
+            self.step if self.step < self.stop else None,
+            keep_later=bool(moved),
+            active=jax.process_index() == 0,
+        )
+        for remark in remarks + self.recorder.remarks:
+            say(remark)
+
+    def announce(self, mesh, train_tokens: int, validation_tokens: int) -> None:
+        config = self.config
+        parameters = count_params(config.model)
+        device = mesh.devices.flat[0].device_kind
+        tokens = config.global_batch * config.data.sequence_length
+        fed = "; error feedback in tp forward" if config.compression.error_feedback else ""
+        say(
+            f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
+            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"
+        )
+        say(f"codecs: {self.program.table.codecs()}{fed}")
+        if config.mesh.pp > 1:
+            schedule = self.program.schedule_of_stages
+            say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
+        say(
+            f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
+            f"{tokens:,} tokens a step; workdir {config.workdir}"
+        )
+        if config.data.sequence_length > config.model.max_length:
+            say(
+                f"data.sequence_length={config.data.sequence_length} is longer than model.max_length="
+                f"{config.model.max_length}, the longest that the model is meant for"
+            )
+        if self.step >= self.stop:
+            say(f"already at step {self.step} of {self.stop}; nothing to train")
+        else:
+            say("compiling")
+        sent, bf16 = self.program.table.total("activation")
+        axes = self.program.table.by_axis().items()
+        total = lambda rows: {key: sum(getattr(row, key) for row in rows) for key in _SENT}
+        self.sent = {"comm_bytes": sent, "comm_bytes_bf16": bf16, "comm": {axis: total(rows) for axis, rows in axes}}
+
+    def loop(self) -> None:
+        config = self.config
+        if self.step < self.stop:
+            start = time.perf_counter()
+            self.program.step  # noqa: B018 (the property compiles)
+            if config.metrics.snr_every:
+                self.program.step_with_stats  # noqa: B018
+            self.requests.prepare(self.program.mesh)
+            say(f"compiled in {time.perf_counter() - start:.0f} s")
+        self.first = self.step + 1
+        pending: tuple[int, int, Any, Future] | None = None
+        while self.step < self.stop and not self.stopped_by:
+            self.step += 1
+            batch = data.device_batch({"tokens": next(self.batches)}, self.program.batch_sharding)
+            measured = config.metrics.snr_every and self.step % config.metrics.snr_every == 0
+            advance = self.program.step_with_stats if measured else self.program.step
+            if self.clock is None:
+                self.clock, self.timed_step = time.perf_counter(), self.step - 1
+            stop_request = self.requests.ask()
+            self.state, out = advance(self.state, batch)
+            if pending:
+                self.finish(*pending)
+            pending = (self.step, self.batches.samples, out, self.watch.submit(_when_done, out))
+            last = self.step == self.stop
+            self.stopped_by = None if last else stop_request()
+            # Who asks to stop may not wait for a validation.
+            validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
+            save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
+            if validate or save:
+                self.finish(*pending, validate=validate, save=save)
+                pending = None
+                self.clock, self.timed_step = time.perf_counter(), self.step
+
+    def finish(
+        self,
+        step: int,
+        samples: int,
+        out: Any,
+        done: Future,
+        *,
+        validate: bool = False,
+        save: bool = False,
+    ) -> None:
+        """Waits for the metrics of `step`, and prints and records them if it is their turn.
+
+        done: the time at which they were there.
+        save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither. A
+          step that was skipped is not saved, but where the run ends with it: the next finite one is in its place.
+        """
+        values = dict(jax.device_get(out))
+        in_a_row = int(values.pop("skipped_in_a_row"))
+        hopeless = in_a_row >= self.config.max_skipped_in_a_row
+        turn = step == self.first or step % self.config.metrics.every == 0
+        write = turn or validate or self.stopped_by or values["skipped"] or "stats" in values
+        if write:
+            self.record = self._timed(step, samples, values, done.result())
+        if save and not hopeless:
+            ends = step == self.stop or self.stopped_by
+            self.owed = bool(in_a_row and not ends)
+            if not self.owed:
+                self.save(in_place_of_older=not in_a_row)
+        if write:
+            if validate and not hopeless:
+                self.record |= self.validate()
+            self._write_record()
+            left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
+            say(step_line(self.record, self.config.steps, left))
+        # The run's last validation is among its last lines.
+        if validate and step < self.stop and "validation_loss" in self.record:
+            say(
+                f"step {step}: validation loss {self.record['validation_loss']:.4f}, "
+                f"perplexity {self.record['validation_perplexity']:.2f}"
+            )
+        if hopeless:
+            raise TrainingError(
+                f"step {step}: loss or gradient not finite for {in_a_row} steps in a row (max_skipped_in_a_row="
+                f"{self.config.max_skipped_in_a_row}), and nothing was saved in them. {self._way_back()} Try a lower "
+                f"optimizer.learning_rate or compression.backward none"
+            )
+
+    def _write_record(self) -> None:
+        """Writes the record; where the disk does not take it, saves the latest state and ends the run."""
+        try:
+            self.recorder.write(self.record)
+        except OSError as error:
+            # Of a step that may have been skipped: nothing goes for it.
+            self.save(in_place_of_older=False)
+            raise TrainingError(
+                f"{self.recorder.path}: cannot be written ({error.strerror}); stopped after step {self.step}; with "
+                f"more room the same command goes on"
+            ) from error
+
+    def _way_back(self) -> str:
+        """Which checkpoints a run that diverged can go on from."""
+        present = self.checkpoints.steps()
+        if not present:
+            return "There is no checkpoint to go on from."
+        # The last of them may have been saved when the run had diverged already, its loss still finite.
+        return f"Go on from before it diverged with --checkpoint.resume-step; present: {', '.join(map(str, present))}."
+
+    def _timed(self, step: int, samples: int, values: dict[str, Any], now: float) -> dict[str, Any]:
+        config = self.config
+        seconds = (now - self.clock) / (step - self.timed_step)
+        self.clock, self.timed_step = now, step
+        # The remaining time follows the recent steps.
+        old = self.seconds_per_step
+        self.seconds_per_step = seconds if old is None else 0.7 * old + 0.3 * seconds
+        tokens = config.global_batch * config.data.sequence_length / seconds
+        used = peak_memory(jax.local_devices())
+        record = {"step": step} | {key: float(value) for key, value in values.items() if key != "stats"}
+        record["skipped"] = int(record["skipped"])
+        record |= {
+            "tokens_per_second": tokens,
+            "step_seconds": seconds,
+            **self.sent,
+            "mfu": self.peak_flops and tokens * self.flops_per_token / self.peak_flops,
+            "peak_memory_bytes": used,
+            "samples": samples,
+        }
+        if "stats" in values:
+            from taco_jax.train.step import summarise_stats
+
+            record["sites"] = summarise_stats(values["stats"])
+        return record
+
+    def validate(self) -> dict[str, float]:
+        """Mean loss per token of the validation batches, and its exponential; {} where validation is switched off."""
+        total = count = 0.0
+        running = None
+        for batch in data.evaluation_batches(self.config, self.validation_tokens):
+            result = self.program.eval_step(self.state, data.device_batch(batch, self.program.batch_sharding))
+            if running is not None:
+                nll, n = jax.device_get(running)
+                total, count = total + float(nll), count + float(n)
+            running = result
+        if running is None:
+            return {}
+        nll, n = jax.device_get(running)
+        loss = (total + float(nll)) / (count + float(n))
+        return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
+
+    def save(self, in_place_of_older: bool = True) -> None:
+        state = self.program.stored.pack(self.state)
+        run = {"data": self.batches.state(), "seed": self.config.seed}
+        size = self.config.model.vocab_size
+        vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
+        self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)
+
+    def summary(self) -> dict[str, Any]:
+        """The last record; of a run that had nothing left to do, its validation alone."""
+        if not self.record:
+            self.record = {"step": self.step, **self.sent}
+            self.record |= self.validate()
+        return self.record
+
+    def close(self) -> None:
+        self.watch.shutdown(wait=False)
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _when_done(out: Any) -> float:
+    jax.block_until_ready(out)
+    return time.perf_counter()
+
+
+def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stopped_by: str | None) -> None:
+    """The last lines: what was reached, what this run moved since `first_step`, and where everything is."""
+    from taco_jax.train import plot
+
+    workdir, step = Path(config.workdir), record["step"]
+    if stopped_by:
+        saved = "saved" if config.checkpoint.enabled else "not saved (checkpoint.enabled=False)"
+        say(f"stopped at step {step} of {config.steps} by {stopped_by}, {saved}; the same command goes on")
+    elif step < config.steps:
+        say(f"stopped at step {step} of {config.steps}; the same command with a later --stop-after, or none, goes on")
+    if "validation_loss" in record:
+        loss, perplexity = record["validation_loss"], record["validation_perplexity"]
+        say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
+    comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
+    axes = "tensor-parallel" if config.mesh.pp == 1 else "tensor- and pipeline-parallel"
+    if comm:
+        steps = step - first_step
+        say(
+            f"{axes} activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
+            f"bf16: ratio {bf16 / comm:.2f}; {steps * comm / 1e9:.2f} instead of {steps * bf16 / 1e9:.2f} GB in "
+            f"the {steps} steps of this run"
+        )
+    else:
+        say(f"{axes} activation traffic: none")
+    everything = record["comm"] | {"together": {k: sum(x[k] for x in record["comm"].values()) for k in _SENT}}
+    shown = [(axis, *(x[key] / 1e6 for key in _SENT)) for axis, x in everything.items() if axis != "several"]
+    parts = [f"{axis} {mb:.2f} MB, {bf16:.2f} MB as bf16: ratio {bf16 / mb:.2f}" for axis, mb, bf16 in shown if mb]
+    say(f"all messages per device and step: {'; '.join(parts) or 'none'}")
+    places = []
+    if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
+        try:
+            places.append(f"loss curve {plot.draw([workdir], workdir / PLOT)}")
+        except (ImportError, OSError) as error:
+            places.append(f"no loss curve ({error})")
+        places.append(f"metrics {workdir / METRICS}")
+    if config.checkpoint.enabled:
+        places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
+    say("; ".join(places))
+
+
+def say(text: str) -> None:
+    """Prints on the first process."""
+    if jax.process_index() == 0:
+        cli.say(text)

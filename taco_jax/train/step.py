@@ -1,0 +1,465 @@
+"""The training step: one jitted program that donates its state.
+
+A full-manual shard_map over (dp, pp, tp) holds forward pass, pipeline and gradient, others the messages of data
+parallelism (`taco_jax.train.data_parallel`); around them, in the same program, the optimiser, the site scales and the
+decision to keep a step. Gradients over dp are summed in float32: the float32 parameters are made varying over dp before
+they are cast, so that autodiff leaves that sum to us and accumulated microbatches need it once.
+
+Dim letters: A microbatches, B sequences, L tokens, K slot width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from taco_jax.codec import STATS, UNCALIBRATED
+from taco_jax.collectives import comm_log
+from taco_jax.collectives.topology import ranks_per_host
+from taco_jax.compression import tuned
+from taco_jax.compression.compression import Compression, Plan
+from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
+from taco_jax.config import (
+    ConfigError,
+    TrainConfig,
+    pipeline_schedule,
+    sequence_parallel,
+    site_compression,
+    with_codecs,
+)
+from taco_jax.mesh import AXES
+from taco_jax.models import attention, decoder
+from taco_jax.models.run_config import Parallel
+from taco_jax.pipeline import layout
+from taco_jax.pipeline import program as pipeline
+from taco_jax.tensor_parallel import to_varying
+from taco_jax.train import optim
+from taco_jax.train.data_parallel import DataParallel
+from taco_jax.train.state_layout import Stored
+
+# How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
+CHAIN_OPTIONS = {
+    # The sizes up to which XLA merges products of one matrix, and collectives: chains keep their own.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    # XLA puts no more beside a message than its estimate of the message's time, and its own table of collectives was
+    # measured over NVLink: over a slower link most products would wait. Of a collective that the table has not, it
+    # supposes 5 ms: the message starts as soon as it can and ends when it is needed.
+    "xla_gpu_experimental_collective_perf_table_path": str(Path(__file__).with_name("unmeasured.pbtxt")),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step reads and writes.
+
+    step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
+    name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else. copy:
+    the parameters that the model computes with, where params are masters of which each rank has a share; else None.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    scales: Any
+    skipped: Any
+    skipped_in_a_row: Any
+    copy: Any = None
+
+    @property
+    def weights(self) -> Any:
+        """What the model computes with."""
+        return self.params if self.copy is None else self.copy
+
+
+def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict[str, Compression | None]:
+    """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
+    c = config.compression
+    changes = {"ranks_per_host": ranks_per_host}
+    if config.mesh.pp > 1 and c.link == "auto":
+        # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
+        changes["link"] = "nccl"
+    try:
+        rules = {pattern: site_compression(c, codecs, **changes) for pattern, codecs in c.plan.items()}
+        plan = Plan(rules, site_compression(c, **changes)).resolve(decoder.site_names(config.model, config.mesh.tp))
+        return plan | pipeline.plan(config)
+    except ValueError as error:
+        raise ConfigError(f"compression: {error}") from error
+
+
+class Program:
+    """The compiled programs of one configuration on one mesh.
+
+    step(state, batch) -> (state, metrics); step_with_stats also measures every site; eval_step(state, batch) -> (sum of
+    the negative log-likelihoods in nats, number of predicted tokens). A batch is {"tokens": int32[B, L + 1]}, sharded
+    P("dp"); eval_step also takes "weights" float32[B, L] (0 leaves a token out).
+
+    metrics: float32 scalars loss (nats per token), grad_norm, learning_rate, skipped, skipped_in_a_row; with statistics
+    also "stats", site name -> float32[(layers,) 2, len(codec.STATS)], the sums over devices (the maximum for amax).
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.batch_sharding = NamedSharding(mesh, P("dp"))
+        self.ranks_per_host = ranks_per_host(mesh, "tp", config.mesh.devices_per_host)
+        self.parallel = Parallel(
+            plan=resolve_plan(config, self.ranks_per_host),
+            sequence_parallel=sequence_parallel(config)[0],
+            remat=config.remat,
+            chains=config.chains,
+            dtype=jnp.dtype(config.compute_dtype),
+            attention_implementation=_attention(config, mesh),
+            loss_chunk=config.loss_chunk,
+            precision="highest" if config.compute_dtype == "float32" else None,
+        )
+        self.schedule_of_stages = pipeline_schedule(config)
+        self._chunks = layout.chunks_of(self.schedule_of_stages)
+        # The axes over which parameters that are whole there have gradients of their own on every rank.
+        self._axes = ("dp",) if self.schedule_of_stages is None else ("dp", pipeline.AXIS)
+        self._param_specs = layout.specs(decoder.param_specs(config.model, config.mesh.tp), self.schedule_of_stages)
+        self._site_shapes = {
+            site: (config.model.n_layers,) if site.startswith("layers/") else ()
+            for site, compression in self.parallel.plan
+            if compression is not None
+        }
+        self._check_codecs()
+        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, 1 if self._chunks == 1 else 2)
+        shapes = jax.eval_shape(self._new_params, jax.random.key(0))
+        self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
+        self.state_shapes = self._abstract_state()
+        self.stored = Stored(self.data_parallel, self._optimizer, self.state_shapes, self._chunks)
+
+    @property
+    def codecs(self) -> list[str]:
+        """The codecs of all sites and directions."""
+        return self._codecs_of(site for site, _ in self.parallel.plan)
+
+    @property
+    def codecs_of_sums(self) -> list[str]:
+        """Those of all sites but that of the stages, whose messages are no sums over tp."""
+        return self._codecs_of(site for site, _ in self.parallel.plan if site != pipeline.SITE)
+
+    def _codecs_of(self, names: Iterable[str]) -> list[str]:
+        compressions = [c for c in map(self.parallel.compression, names) if c is not None]
+        return sorted({codec.name for c in compressions for codec in c.codecs})
+
+    def _check_codecs(self) -> None:
+        """What would else come up as a traceback from within the step: a file of tuned values."""
+        device = self.mesh.devices.flat[0]
+        for codec in self.codecs_of_sums:
+            try:
+                tuned.find(codec, self.config.mesh.tp, device)
+            except tuned.TunedFileError as error:
+                raise ConfigError(f"compression: {error}") from error
+
+    # State
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A new state on the mesh; the values do not depend on the mesh."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
+        return jax.jit(self._new_state, out_shardings=shardings)(key)
+
+    def _new_params(self, key) -> Any:
+        params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
+        return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
+
+    def _new_state(self, key) -> TrainState:
+        dp, params, copy = self.data_parallel, self._new_params(key), None
+        masters = dp.own(params) if dp.sharded else params
+        if dp.has_copy:
+            params, copy = masters, jax.tree.map(lambda p: p.astype(dp.copy_dtype), params)
+        zero = np.int32(0)
+        return TrainState(zero, params, self._optimizer.init(masters), self._new_scales(), zero, zero, copy)
+
+    def _new_scales(self):
+        history = self.config.compression.history
+        scales = {site: new_scale_state(shape, history) for site, shape in self._site_shapes.items()}
+        return jax.tree.map(jnp.asarray, scales)
+
+    def init_scales(self):
+        """The `scales` of a new state, on the mesh."""
+        return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
+
+    def _abstract_state(self) -> TrainState:
+        import optax
+
+        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
+        dp = self.data_parallel
+        specs = TrainState(
+            P(),
+            dp.master_specs,
+            optax.tree_utils.tree_map_params(
+                self._optimizer,
+                lambda _, spec: spec,
+                shapes.opt_state,
+                dp.share_specs if dp.sharded else self._param_specs,
+                transform_non_params=lambda _: P(),
+            ),
+            replicated(shapes.scales),
+            P(),
+            P(),
+            self._param_specs if dp.has_copy else None,
+        )
+        place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.tree.map(place, shapes, specs)
+
+    # Programs
+
+    @functools.cached_property
+    def step(self):
+        """The compiled step; compiling it also records `table`."""
+        return self._compile(self.lowered)
+
+    @functools.cached_property
+    def step_with_stats(self):
+        return self._compile(self.lowered_with_stats)
+
+    @functools.cached_property
+    def table(self) -> comm_log.Table:
+        """Every communication of `step`."""
+        return self._traced[1]
+
+    @property
+    def lowered(self):
+        """The step traced and lowered, not compiled."""
+        return self._traced[0]
+
+    @functools.cached_property
+    def _traced(self):
+        with comm_log.record() as table:
+            lowered = self._jitted(with_stats=False).lower(self.state_shapes, self.batch_shapes)
+        return lowered, table
+
+    @functools.cached_property
+    def lowered_with_stats(self):
+        """The step that also measures, traced and lowered, not compiled."""
+        return self._jitted(with_stats=True).lower(self.state_shapes, self.batch_shapes)
+
+    @property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.config.global_batch, self.config.data.sequence_length + 1)
+        return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
+
+    def _jitted(self, with_stats: bool):
+        shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
+        function = functools.partial(self._step, with_stats=with_stats)
+        return jax.jit(function, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
+
+    def _compile(self, lowered):
+        return lowered.compile(compiler_options=self._compiler_options)
+
+    @property
+    def _compiler_options(self) -> dict[str, int | str] | None:
+        """CHAIN_OPTIONS with chains on a GPU. XLA_FLAGS have the last word."""
+        if self.config.chains == 1 or self.mesh.devices.flat[0].platform == "cpu":
+            return None
+        flags = os.environ.get("XLA_FLAGS", "")
+        return {name: value for name, value in CHAIN_OPTIONS.items() if f"--{name}=" not in flags}
+
+    @functools.cached_property
+    def eval_step(self):
+        return jax.jit(self._eval)
+
+    def _step(self, state: TrainState, batch, *, with_stats: bool):
+        loss, grads, measures = self._gradients(state, batch["tokens"], with_stats)
+        grad_norm = _global_norm(grads)
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        old = self.data_parallel.masters(state.params)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, old)
+        masters = jax.tree.map(lambda p, u: p + u, old, updates)
+        scales = {site: update_scale_state(state.scales[site], measures[site][..., 0]) for site in state.scales}
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+        bad = 1 - good.astype(jnp.int32)
+        params, copy = self.data_parallel.spread(keep(masters, old), state.copy)
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=keep(opt_state, state.opt_state),
+            scales=keep(scales, state.scales),
+            skipped=state.skipped + bad,
+            skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
+            # A difference may be sent though no master has moved.
+            copy=keep(copy, state.copy),
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": self._schedule(state.step - state.skipped),
+            "skipped": bad,
+            "skipped_in_a_row": new.skipped_in_a_row,
+        }
+        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+        return new, metrics | ({"stats": measures} if with_stats else {})
+
+    def _gradients(self, state: TrainState, tokens, with_stats: bool):
+        """(loss, gradients as the optimiser takes them, measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        loss, partial, measures = self._partial_gradients(state, tokens, with_stats)
+        return loss, self.data_parallel.reduce(partial), measures
+
+    def _partial_gradients(self, state: TrainState, tokens, with_stats: bool):
+        """(loss, each dp rank's gradients [dp, ...], measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        config, width = self.config, len(STATS) if with_stats else 1
+        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
+        exponents = self._exponents(state)
+
+        def local(params, exponents, tokens_BL):
+            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
+            slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
+
+            gradient = self._value_and_grad(exponents, predicted)
+            if config.accumulation == 1:
+                total, (grads, measures) = gradient(params, slots, tokens_BL)
+            else:
+
+                def microbatch(carry, tokens_BL):
+                    part, (grads, measures) = gradient(params, slots, tokens_BL)
+                    return jax.tree.map(jnp.add, carry, (part, grads)), measures
+
+                zeros = to_varying(jnp.zeros(()), self._axes), jax.tree.map(jnp.zeros_like, params)
+                tokens_ABL = tokens_BL.reshape(config.accumulation, -1, tokens_BL.shape[-1])
+                with comm_log.repeat(config.accumulation):
+                    (total, grads), measures = lax.scan(microbatch, zeros, tokens_ABL)
+                measures = jax.tree.map(merge_uses, measures)
+            if self.schedule_of_stages is not None:
+                total, grads = pipeline.sum_over_stages(total, grads)
+            return _dp_sum("dp/loss", total), jax.tree.map(lambda g: g[None], grads), _over_devices(measures)
+
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self._param_specs, P(), P("dp")),
+            out_specs=(P(), self.data_parallel.partial_specs, P()),
+        )
+        return run(state.weights, exponents, tokens)
+
+    def _value_and_grad(self, exponents, predicted: int):
+        """f(params, slots, tokens int32[B, L + 1]) -> (part of the mean loss over `predicted` tokens, gradients)."""
+
+        def loss(params, slots, tokens_BL):
+            nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
+            return nll / predicted
+
+        def one_f1b(params, slots, tokens_BL):
+            batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
+            model = self.config.model, self.parallel, self.schedule_of_stages
+            return pipeline.value_and_grad(params, slots, exponents, *batch, 1 / predicted, *model)
+
+        explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
+        return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
+
+    def _eval(self, state: TrainState, batch):
+        tokens = batch["tokens"]
+        weights = batch.get("weights", jnp.ones(tokens[:, 1:].shape))
+
+        def local(params, exponents, tokens_BL, weights_BL):
+            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
+
+            def microbatch(carry, batch):
+                result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
+                return jax.tree.map(jnp.add, carry, result), None
+
+            # In the microbatches of a step: what can be trained can be validated.
+            cut = lambda a: a.reshape(self.config.accumulation, -1, a.shape[-1])
+            zero = to_varying(jnp.zeros(()), self._axes)
+            (nll, count), _ = lax.scan(microbatch, (zero, zero), (cut(tokens_BL), cut(weights_BL)))
+            return lax.psum(nll, self._axes), lax.psum(count, self._axes)
+
+        specs = (self._param_specs, P(), P("dp"), P("dp"))
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
+        return run(state.weights, self._exponents(state), tokens, weights)
+
+    def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
+        scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
+        batch = tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp")
+        model = self.config.model, self.parallel, scales
+        if self.schedule_of_stages is None:
+            return decoder.loss(params, *batch, *model)
+        return pipelined(params, *batch, *model, self.schedule_of_stages)
+
+    def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
+        calibrated = state.step >= self.config.compression.calibration_steps
+        return {s: jnp.where(calibrated, scale.exponents, UNCALIBRATED) for s, scale in state.scales.items()}
+
+
+def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """`metrics["stats"]` of one step -> site/direction -> {"snr_db", "clipped", "flushed"}, over all layers.
+
+    Clipped and flushed are shares of all elements. Sites and directions that sent nothing compressed are left out.
+    """
+    out = {}
+    for site, measures in stats.items():
+        sums = np.asarray(measures, np.float64).reshape(-1, 2, len(STATS)).sum(0)
+        for direction, row in zip(("forward", "backward"), sums, strict=True):
+            values = dict(zip(STATS, row, strict=True))
+            if not values["count"]:
+                continue
+            ratio = values["signal"] / values["noise"] if values["noise"] else np.inf
+            out[f"{site}/{direction}"] = {
+                "snr_db": float(10 * np.log10(ratio)) if ratio > 0 else float("nan"),
+                "clipped": float(values["clipped"] / values["count"]),
+                "flushed": float(values["flushed"] / values["count"]),
+            }
+    return out
+
+
+def build(config: TrainConfig, mesh: Mesh) -> Program:
+    """The programs of `config` on `mesh` (axes dp, pp, tp of the configured sizes)."""
+    want = {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp}
+    if dict(mesh.shape) != want:
+        raise ConfigError(f"mesh: the config says {want}, the given mesh is {dict(mesh.shape)}")
+    return Program(with_codecs(config), mesh)
+
+
+def _attention(config: TrainConfig, mesh: Mesh) -> str:
+    platform, dtype = mesh.devices.flat[0].platform, config.compute_dtype
+    if config.attention_implementation == "cudnn" and (platform != "gpu" or dtype == "float32"):
+        raise ConfigError(
+            f"attention_implementation='cudnn': needs a GPU and a 16-bit compute_dtype, this run has {platform} and "
+            f"{dtype}; use 'xla' or leave it out"
+        )
+    if platform == "cpu" and dtype == "float16":
+        raise ConfigError("compute_dtype='float16': JAX has no float16 attention on CPU; use 'bfloat16' or 'float32'")
+    if config.attention_implementation is not None:
+        return config.attention_implementation
+    return attention.implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
+
+
+def _dp_sum(site: str, x):
+    comm_log.exact(site, "backward", "psum", "dp", x)
+    return lax.psum(x, "dp")
+
+
+def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Local measures -> over all devices: one maximum (and one sum of the statistics) serves all sites."""
+    if not measures:
+        return {}
+    names, leaves = list(measures), [measures[s].reshape(-1, measures[s].shape[-1]) for s in measures]
+    flat = jnp.concatenate(leaves)
+    comm_log.exact("scales/amax", "backward", "pmax", AXES, flat[:, 0])
+    # A reduction may drop a NaN from a maximum, never an infinity; `update_scale_state` skips both.
+    columns = [lax.pmax(jnp.where(jnp.isnan(flat[:, :1]), jnp.inf, flat[:, :1]), AXES)]
+    if flat.shape[-1] > 1:
+        comm_log.exact("scales/stats", "backward", "psum", AXES, flat[:, 1:])
+        columns.append(lax.psum(flat[:, 1:], AXES))
+    flat = jnp.concatenate(columns, axis=-1)
+    ends = np.cumsum([len(leaf) for leaf in leaves])[:-1]
+    return {s: part.reshape(measures[s].shape) for s, part in zip(names, jnp.split(flat, ends), strict=True)}
+
+
+def _global_norm(grads) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
