@@ -54,7 +54,7 @@ def test_defaults_are_valid_and_serialisable():
 
 def test_every_key_has_a_sentence():
     """The help of a field is the string under it, which tyro reads from the source."""
-    source = inspect.getsource(taco_jax.config) + inspect.getsource(taco_jax.models.config)
+    source = inspect.getsource(taco_jax.config.settings) + inspect.getsource(taco_jax.models.config)
     for key in keys(TrainConfig()):
         name = key.rpartition(".")[2]
         assert re.search(rf'^    {name}: [^\n]*\n    """[A-Z\'][^\n]*\."""$', source, re.M), key
@@ -436,7 +436,7 @@ def test_devices_are_chosen_before_the_backend_starts(run_python, before, after)
     """Also when jax is imported already; other flags of the user stay."""
     code = """
 import os, jax
-from taco_jax import cli
+from taco_jax.config import cli
 cli.select_devices("cpu:3", deterministic=True)
 print(len(jax.devices()), jax.devices()[0].platform, os.environ["XLA_FLAGS"])
 """
@@ -476,7 +476,7 @@ def test_emulated_devices_keep_the_memory_of_a_step(run_python, env, keeps):
     """64 MB that every call takes and frees are not cleared by the kernel each time, unless the user has set malloc."""
     code = """
 import resource
-from taco_jax import cli
+from taco_jax.config import cli
 cli.select_devices("cpu:2")
 import jax, jax.numpy as jnp
 double, x = jax.jit(lambda x: x * 2), jnp.ones(1 << 24)
@@ -550,7 +550,7 @@ def test_errors_of_files_are_not_those_of_standard_output(tmp_path):
 def test_standard_streams_that_are_closed_are_nobody_elses(tmp_path):
     """A file that is opened never has the number at which native code writes what it has to say."""
     code = (
-        "import os, sys; from taco_jax import cli; "
+        "import os, sys; from taco_jax.config import cli; "
         f"print_to = lambda args: open({str(tmp_path / 'file')!r}, 'w').write(f'{{os.open(os.devnull, 0)}}'); "
         "sys.exit(cli.run(lambda args: print_to(args) and sys.stderr.flush(), []))"
     )

@@ -318,9 +318,9 @@ def test_a_forced_backend_that_cannot_run_is_an_error_of_one_line(tmp_path, caps
 
 
 def test_exit_codes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("taco_jax.train.train", lambda config: (_ for _ in ()).throw(TrainingError("not finite")))
+    monkeypatch.setattr("taco_jax.train.loop.train", lambda config: (_ for _ in ()).throw(TrainingError("not finite")))
     assert cli.run(main, []) == 1 and capsys.readouterr().err == "error: not finite\n"
-    monkeypatch.setattr("taco_jax.train.train", lambda config: None)
+    monkeypatch.setattr("taco_jax.train.loop.train", lambda config: None)
     assert cli.run(main, []) == 0
     assert cli.run(main, ["--steps", "0"]) == 2 and "steps=0" in capsys.readouterr().err
 

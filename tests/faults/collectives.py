@@ -215,8 +215,8 @@ MUTANTS = (
         "between-codec",
         "between hosts messages have the codec inside",
         "taco_jax/collectives/message.py",
-        "codec, group = self.between, hosts.between(ranks, self.local)",
-        "codec, group = self.codec, hosts.between(ranks, self.local)",
+        "codec, group = self.between, topology.between(ranks, self.local)",
+        "codec, group = self.codec, topology.between(ranks, self.local)",
         ("tests/test_hierarchical.py -k 'values_bytes or coarse'",),
     ),
     Mutant(
