@@ -29,8 +29,8 @@ import taco_jax
 from taco_jax import Compression
 from taco_jax.codec import CODECS
 from taco_jax.collectives import residuals, to_varying
-from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.message import Message
+from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression import dispatch
 from taco_jax.config import cli
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.collectives.by_mesh import by_mesh
+from taco_jax.collectives.nvlink import by_mesh
 from taco_jax.compat import varying_axes
 
 ORDERS = {"as they are": [0, 1, 2, 3], "backwards": [3, 2, 1, 0], "a part": [1, 2]}

@@ -17,7 +17,7 @@ import taco_jax
 from pallas_kernels import Geometry
 from taco_jax import CODECS, Codec, Compression
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.chunks import ROWS, TILE, chunk_elements, cut
+from taco_jax.collectives.transport import ROW_ELEMENTS, TILE_ELEMENTS, chunk_elements, cut
 
 OPERATIONS = {
     "two_shot": lambda x, **kw: spelled_out.psum(x, "tp", algorithm="two_shot", **kw),
@@ -38,15 +38,17 @@ def test_a_share_is_whole_blocks_and_in_large_messages_whole_tiles(codec, ranks)
         n = chunk_elements(codec, size, ranks)
         assert n % codec.block == 0 and 0 <= n * ranks - size
         least = codec.block * -(-codec.n_blocks(size) // ranks)
-        assert n == least or (n % ROWS == 0 and codec.wire_bytes(n) <= 1.01 * codec.wire_bytes(least))
+        assert n == least or (n % ROW_ELEMENTS == 0 and codec.wire_bytes(n) <= 1.01 * codec.wire_bytes(least))
     for size in (1 << 26, (1 << 26) + 8, 100_000_001):
         n = chunk_elements(codec, size, ranks)
         least = codec.block * -(-codec.n_blocks(size) // ranks)
-        assert n % TILE == 0 and codec.wire_bytes(least) <= codec.wire_bytes(n) <= 1.001 * codec.wire_bytes(least)
+        assert n % TILE_ELEMENTS == 0 and codec.wire_bytes(least) <= codec.wire_bytes(n) <= 1.001 * codec.wire_bytes(
+            least
+        )
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-@pytest.mark.parametrize("n", [1, 128, 1000, 4 * TILE, 5 * TILE, 100 * TILE])
+@pytest.mark.parametrize("n", [1, 128, 1000, 4 * TILE_ELEMENTS, 5 * TILE_ELEMENTS, 100 * TILE_ELEMENTS])
 def test_chunks_cover_every_share_once(n, chunks):
     share = Geometry(4 * n - n // 2, 4, n)
     pieces = cut(share, chunks, 128)
@@ -56,7 +58,7 @@ def test_chunks_cover_every_share_once(n, chunks):
     for piece in pieces:
         assert (piece.offset, piece.distance, piece.elements, piece.messages) == (start, n, share.elements, 4)
         start += piece.per_message
-    assert all(g.per_message % (TILE if n >= chunks * TILE else 128) == 0 for g in pieces[:-1])
+    assert all(g.per_message % (TILE_ELEMENTS if n >= chunks * TILE_ELEMENTS else 128) == 0 for g in pieces[:-1])
     if chunks == 1:
         assert pieces == [share]
 
@@ -148,9 +150,9 @@ def test_rotated_values_agree_to_rounding(name, options):
 
 
 def test_large_messages_have_shares_of_whole_tiles():
-    size = 4 * 64 * TILE - 1000  # blocks alone would give a share that no tile divides
+    size = 4 * 64 * TILE_ELEMENTS - 1000  # blocks alone would give a share that no tile divides
     n = chunk_elements(CODECS["taco"], size, 4)
-    assert n == 64 * TILE
+    assert n == 64 * TILE_ELEMENTS
     x_P = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
     program = per_rank(
         lambda x: taco_jax.psum(x, "tp", compression=Compression("taco", chunks=2)), 4, invarying_out=True

@@ -133,9 +133,9 @@ def test_messages_under_way_have_a_hop_for_each_collective():
             levels = LEVELS("mxfp8", ranks_per_host=local)
             started, value, hops = taco_jax.collectives.start_psum(x, "tp", "forward", compression=levels), x, 0
             while started.hops:
-                value, hops = started.beside(value + 1), hops + 1
+                value, hops = started.overlap_with(value + 1), hops + 1
             assert hops == (4 if local == 2 else 3)
-            return started.arrive()[0], value - hops - taco_jax.collectives.to_varying(x, "tp")
+            return started.done()[0], value - hops - taco_jax.collectives.to_varying(x, "tp")
 
         return per_rank(lambda x: jax.tree.map(lambda y: taco_jax.collectives.to_varying(y, "tp"), run(x)), 8)
 

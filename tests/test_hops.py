@@ -1,4 +1,5 @@
-"""Messages under way: what `UnderWay` takes, what it gives back, and that nobody differentiates one by mistake."""
+"""Messages under way: what `AsyncCollective` takes, what it gives back, and that nobody differentiates one by
+mistake."""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
     def f(x):
         message, value = start_psum(x, "tp", "forward", compression=codec), x
         for _ in range(4):  # more often than there are hops
-            value = message.beside(value)
+            value = message.overlap_with(value)
         assert message.hops == 0
-        return message.arrive()[0], message.arrive()[0], lax.psum(value, "tp")
+        return message.done()[0], message.done()[0], lax.psum(value, "tp")
 
     once, again, sum_ = over(f, ranks)(x)
     want = over(lambda x: psum(x, "tp", compression=codec), ranks)(x)
@@ -40,7 +41,7 @@ def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
 def test_a_compressed_message_has_no_derivative_and_says_so():
     # Bits have none: without the error it would be zero.
     def loss(x, codec):
-        return jnp.sum(start_psum(x, "tp", "forward", compression=codec).arrive()[0])
+        return jnp.sum(start_psum(x, "tp", "forward", compression=codec).done()[0])
 
     def gradient(codec):
         return jax.jit(
@@ -89,7 +90,7 @@ def test_compressed_second_derivatives_of_chains_are_an_error():
 
 def test_what_is_no_direction_and_no_number_of_chains():
     with pytest.raises(ValueError, match="direction='sideways': must be one of forward, backward"):
-        over(lambda x: start_psum(x, "tp", "sideways", compression="taco").arrive()[0])(jnp.ones((2, 128)))
+        over(lambda x: start_psum(x, "tp", "sideways", compression="taco").done()[0])(jnp.ones((2, 128)))
     for chains in (0, 2.5, "2", None, True):
         with pytest.raises(ValueError, match="chains=.*: must be an int of at least 1, such as 2"):
             Parallel(chains=chains)

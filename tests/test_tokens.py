@@ -18,7 +18,7 @@ from shards import per_rank
 import taco_jax
 from pallas_kernels import KernelUnavailableError
 from taco_jax import CODECS, Codec, Compression
-from taco_jax.collectives.chunks import chunk_elements, cut
+from taco_jax.collectives.transport import chunk_elements, cut
 from taco_jax.compression import dispatch
 
 INT8 = CODECS["int8_token"]

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.async_collective import UnderWay, without_derivative
+from taco_jax.collectives.async_collective import AsyncCollective, without_derivative
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
 from taco_jax.collectives.manual_region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.collectives.message import Label
-from taco_jax.collectives.vjp import Operation, all_reduce, apply
+from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
 from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import as_integer
 
@@ -152,7 +152,9 @@ def copy(x, axis_name: AxisName, *, compression, scales=None, key=None, site="co
 
 
 @new_spelling
-def start_psum(x, axis_name: AxisName, direction: str, *, compression, scales=None, calls=1, site="psum") -> UnderWay:
+def start_psum(
+    x, axis_name: AxisName, direction: str, *, compression, scales=None, calls=1, site="psum"
+) -> AsyncCollective:
     """The message of `psum` (direction "forward") or of `copy` ("backward") under way, for the caller to time its hops.
 
     It has no derivative, and raises NotImplementedError if a compressed one is asked for: this is for those who write
@@ -171,7 +173,7 @@ def start_psum(x, axis_name: AxisName, direction: str, *, compression, scales=No
         x = without_derivative(x)
     exponents = call.scales.exponents
     exponent = None if exponents is None else exponents[DIRECTIONS.index(direction)]
-    return all_reduce(message, to_varying(x, axis_name), exponent, None)
+    return start_all_reduce(message, to_varying(x, axis_name), exponent, None)
 
 
 def _map(one, tree, site):

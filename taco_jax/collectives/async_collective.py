@@ -16,14 +16,14 @@ from taco_jax.compat import barrier
 Hopping = Generator[list[jax.Array], list[jax.Array], tuple[jax.Array, Any]]
 
 
-class UnderWay:
+class AsyncCollective:
     """A collective whose first hop has been started; `hops` are left, the one under way too."""
 
     def __init__(self, collective: Hopping, hops: int):
         self.hops, self._collective = hops, collective
         self._result, self._arrays = None, next(collective)
 
-    def beside(self, value: jax.Array) -> jax.Array:
+    def overlap_with(self, value: jax.Array) -> jax.Array:
         """`value`, computed while the hop under way travels; then the next one starts, or the result is made.
 
         Whoever uses the value waits for the hop, and the next hop for the value. Without this XLA puts what it likes
@@ -36,7 +36,7 @@ class UnderWay:
         self._next(arrays)
         return value
 
-    def arrive(self) -> tuple[jax.Array, Any]:
+    def done(self) -> tuple[jax.Array, Any]:
         """What is left of it, with nothing beside: (result, measure)."""
         while self._result is None:
             self._next(self._arrays)

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.collectives.chunks import cut
 from taco_jax.collectives.manual_region import permute, to_varying
 from taco_jax.collectives.message import Hops, Message, merge
-from taco_jax.collectives.transport import gather, send_chunks, swap
+from taco_jax.collectives.transport import cut, gather, send_chunks, swap
 from taco_jax.compression import dispatch
 from taco_jax.compression.dispatch import Geometry
 

@@ -34,23 +34,22 @@ import jax
 import jax.numpy as jnp
 
 from taco_jax.codec import Codec
-from taco_jax.collectives.async_collective import Hopping
-from taco_jax.collectives.chunks import chunk_elements, cut
-from taco_jax.collectives.invarying import same_on_all_ranks
-from taco_jax.collectives.manual_region import to_varying
+from taco_jax.collectives.async_collective import AsyncCollective, Hopping
+from taco_jax.collectives.manual_region import same_on_all_ranks, to_varying
 from taco_jax.collectives.message import Message, exponent_of, in_units_of, merge
-from taco_jax.collectives.transport import after, gather, send_chunks, swap
+from taco_jax.collectives.transport import after, chunk_elements, cut, gather, send_chunks, swap
 from taco_jax.compression import dispatch
 from taco_jax.compression.dispatch import Geometry
 
 
-def hops(message: Message) -> int:
-    """How many hops an all-reduce has."""
-    return 3 if message.level("between").in_one_shot else 4
+def start(message: Message, x: jax.Array, exponent, key) -> AsyncCollective:
+    """The sum of x over the axis, its first hop started: varying -> invarying, x's shape and dtype, with the measure of
+    all hops."""
+    hops = 3 if message.level("between").in_one_shot else 4
+    return AsyncCollective(_all_reduce(message, x, exponent, key), hops)
 
 
-def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
-    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of all hops."""
+def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     levels = _Levels(message, exponent, key)
     inner, outer, local = levels.inner, levels.outer, message.local
     coarse = max(inner.codec, outer.codec, key=lambda codec: codec.block)

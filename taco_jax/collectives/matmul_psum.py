@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import product as kernels
-from taco_jax.collectives import comm_log, nvlink, one_shot, two_shot
+from taco_jax.collectives import all_reduce, comm_log, nvlink
 from taco_jax.collectives.api import copy, psum
-from taco_jax.collectives.async_collective import UnderWay
 from taco_jax.collectives.call import check_call
 from taco_jax.collectives.manual_region import axis_tuple, to_varying
 from taco_jax.collectives.message import Label, Message
@@ -145,8 +144,7 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
         return y.reshape(*x.shape[:-1], -1), measure
 
     def separate(x, w, exponent):
-        kind = one_shot if message.in_one_shot else two_shot
-        return UnderWay(kind.all_reduce(message, product.term(x, w), exponent, None), kind.HOPS).arrive()
+        return all_reduce.start(message, product.term(x, w), exponent, None).done()
 
     y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
     in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")

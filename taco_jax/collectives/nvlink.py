@@ -1,7 +1,11 @@
 """The collectives as one kernel each that writes into peers' memory (`pallas_kernels/nvlink`), and when that is taken.
 
-Values are those of the kernels and NCCL collectives of `two_shot.py`, `one_shot.py` and `gather_permute.py`, bit for
+Values are those of the kernels and NCCL collectives of `all_reduce.py` and `gather_permute.py`, bit for
 bit, where messages are whole groups of 8 rows of 128; the last few elements of others are summed exactly.
+
+Peer memory is addressed by a device's place in the mesh, and a kernel takes that for its number among the process's
+devices. While a region is traced its mesh is abstract, and says nothing about the order of its devices: `by_mesh` is
+the choice that is made when the program is lowered.
 
 Dim letters: P ranks, S elements of x, N elements of a message.
 """
@@ -9,27 +13,27 @@ Dim letters: P ranks, S elements of x, N elements of a message.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
 
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.devices import region_device
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec.wire import round_up
-from taco_jax.collectives import comm_log, one_shot, two_shot
-from taco_jax.collectives.async_collective import Hopping, UnderWay
-from taco_jax.collectives.by_mesh import by_mesh
-from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.collectives import all_reduce, comm_log
+from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import axis_tuple, to_varying
 from taco_jax.collectives.message import Message
+from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compat import as_varying, varying_axes
 from taco_jax.compression import dispatch
-
-HOPS = 1
 
 
 def takes(message: Message, operation: str, x: jax.Array) -> bool:
@@ -73,8 +77,13 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
     return kernels.obstacle(fmt, operation, str(x.dtype), message.ranks, n)
 
 
-def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
-    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hops."""
+def start(message: Message, x: jax.Array, exponent, key) -> AsyncCollective:
+    """The sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hops. To the
+    caller the kernel is one hop."""
+    return AsyncCollective(_all_reduce(message, x, exponent, key), 1)
+
+
+def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     codec, (axis,) = message.codec, axis_tuple(message.axis)
     x_S = to_varying(x, axis).reshape(-1)
     whole = _whole(message, x.size)
@@ -88,8 +97,7 @@ def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
         return y, measure
 
     def separate(x_S, exponent):
-        kind = one_shot if message.in_one_shot else two_shot
-        return UnderWay(kind.all_reduce(message, x_S, exponent, key), kind.HOPS).arrive()
+        return all_reduce.start(message, x_S, exponent, key).done()
 
     y, measure = run(message, fused, separate, (x_S,), exponent, to="invarying")
     _record(message, "psum", x, geometry, 1 if message.in_one_shot else 2)
@@ -106,7 +114,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     (axis,) = axis_tuple(message.axis)
     p, n = x_PN.shape
     fused = lambda x, exponent: kernels.reduce_scatter(dispatch.to_format(message.codec), x, axis, exponent)
-    separate = lambda x, exponent: two_shot.reduce_scatter(message, x, exponent, key)
+    separate = lambda x, exponent: all_reduce.reduce_scatter(message, x, exponent, key)
     y, measure = run(message, fused, separate, (to_varying(x_PN, axis),), exponent, to="varying")
     _record(message, "psum_scatter", x_PN, dispatch.Geometry(p * n, p, n), 1)
     return y, measure
@@ -173,3 +181,67 @@ def _record(message: Message, op: str, x, geometry: dispatch.Geometry, hops: int
     """Lists what is written into peers' memory: in each hop as many frames as the result has in messages."""
     frames = message.ranks * kernels.message_bytes(dispatch.to_format(message.codec), geometry)
     message.record(op, x.size, x.dtype, [("custom-call", frames)] * hops)
+
+
+MOST_DEVICES = 8
+_choose = Primitive("taco_jax_by_mesh")
+_choose.multiple_results = True
+
+
+def by_mesh(in_order: Callable, else_: Callable | None, *args: jax.Array) -> list[jax.Array]:
+    """in_order(*args) where the mesh's devices are the process's own, 0, 1, ... in that order; else else_(*args).
+
+    Both return sequences of arrays of the same types. Where else_ is None, lowering raises ValueError in its place.
+    Neither is differentiated.
+    """
+    first, second = _closed(in_order, args), None if else_ is None else _closed(else_, args)
+    if second is not None and _kinds(first) != _kinds(second):
+        raise TypeError(f"by_mesh: results differ: {first.out_avals} and {second.out_avals}")
+    return _choose.bind(*args, in_order=first, else_=second)
+
+
+def _closed(f: Callable, args):
+    return jax.jit(lambda *args: tuple(f(*args))).trace(*args).jaxpr
+
+
+def _kinds(jaxpr) -> list[tuple]:
+    return [(aval.shape, aval.dtype, aval.manual_axis_type) for aval in jaxpr.out_avals]
+
+
+@_choose.def_abstract_eval
+def _types(*args, in_order, else_):
+    return list((else_ or in_order).out_avals)
+
+
+def order(module_context) -> list[int] | None:
+    """The ids of the mesh's devices, row by row; None where nobody knows them yet: of a mesh without devices, and when
+    the program is exported to run on others."""
+    mesh = getattr(module_context.axis_context, "mesh", None)
+    exported = getattr(module_context.lowering_parameters, "for_export", False)
+    return None if exported or not isinstance(mesh, jax.sharding.Mesh) else [d.id for d in mesh.devices.flat]
+
+
+def _lower(ctx, *args, in_order, else_):
+    ids = order(ctx.module_context)
+    good = ids == list(range(len(ids or ()))) and len(ids) <= MOST_DEVICES
+    if not good:
+        found = f"the mesh has {'no known devices' if ids is None else f'devices {ids}'}, and peer memory needs the "
+        found += f"process's own from 0 on in order, {MOST_DEVICES} at most"
+        if else_ is None:
+            raise ValueError(
+                f"link='nvlink': {found}; use link='auto' or 'nccl', or a mesh of jax.devices() as they come"
+            )
+        warnings.warn(f"link='auto': {found}: NCCL's collectives are used, whatever was listed", stacklevel=2)
+    return mlir.lower_fun(jaxpr_as_fun(in_order if good else else_), multiple_results=True)(ctx, *args)
+
+
+def _batch(args, dims, *, in_order, else_):
+    # A batch of collectives is one after the other in their own words: kernels have no batch.
+    if else_ is None:
+        raise NotImplementedError("link='nvlink': jax.vmap of a collective; use link='auto' or 'nccl'")
+    outs = jax.vmap(jaxpr_as_fun(else_), in_axes=dims)(*args)
+    return outs, [0] * len(outs)
+
+
+mlir.register_lowering(_choose, _lower)
+batching.primitive_batchers[_choose] = _batch

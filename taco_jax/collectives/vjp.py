@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from taco_jax.collectives import comm_log, gather_permute, hierarchical, nvlink, one_shot, two_shot
-from taco_jax.collectives.async_collective import UnderWay
+from taco_jax.collectives import all_reduce, comm_log, gather_permute, hierarchical, nvlink
+from taco_jax.collectives.async_collective import AsyncCollective
 from taco_jax.collectives.manual_region import permute, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.compat import varying_axes
@@ -139,7 +139,7 @@ def _backward(op: Operation, ct, exponents, key):
 def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[jax.Array, Any]:
     """One message: (result, measure), or the exact jax.lax collective and no measure where the codec is `none`."""
     if name == "psum":
-        return all_reduce(message, x, exponent, key).arrive()
+        return start_all_reduce(message, x, exponent, key).done()
     if name == "psum_scatter":
         return _psum_scatter(op, message, x, exponent, key)
     if name == "all_gather":
@@ -153,17 +153,13 @@ def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[
     return gather_permute.ppermute(message, x, exponent, key, op.perm)
 
 
-def all_reduce(message: Message, x, exponent, key) -> UnderWay:
+def start_all_reduce(message: Message, x, exponent, key) -> AsyncCollective:
     """The sum of x over the ranks (measure None where it is exact), its first hop started."""
     if message.codec.exact or message.ranks == 1:
-        return UnderWay(_exact_psum(message, x), 1)
-    if not message.feedback and nvlink.takes(message, "all_reduce", x):
-        kind = nvlink
-    elif message.local:
-        return UnderWay(hierarchical.all_reduce(message, x, exponent, key), hierarchical.hops(message))
-    else:
-        kind = one_shot if message.in_one_shot else two_shot
-    return UnderWay(kind.all_reduce(message, x, exponent, key), kind.HOPS)
+        return AsyncCollective(_exact_psum(message, x), 1)
+    takes = not message.feedback and nvlink.takes(message, "all_reduce", x)
+    kind = nvlink if takes else hierarchical if message.local else all_reduce
+    return kind.start(message, x, exponent, key)
 
 
 def _exact_psum(message: Message, x):
@@ -181,7 +177,7 @@ def _psum_scatter(op, message, x, exponent, key):
         return lax.psum_scatter(x, message.axis, scatter_dimension=dim, tiled=op.tiled), None
     x_PN, shape = _split(x, dim, message.ranks, op.tiled)
     takes = nvlink.takes(message, "reduce_scatter", x_PN)
-    kind = nvlink if takes else hierarchical if message.local else two_shot
+    kind = nvlink if takes else hierarchical if message.local else all_reduce
     y, measure = kind.reduce_scatter(message, x_PN, exponent, key)
     return y.reshape(shape), measure
 

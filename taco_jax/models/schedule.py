@@ -1,7 +1,8 @@
 """Chains with every hop beside a product of its own, in both directions; for whole sequences.
 
 A layer is differentiated here by hand, because only so can one chain's message be put beside another chain's products
-in the backward pass too. `<` is what `UnderWay.beside` puts between a value and a hop of the other chain's message:
+in the backward pass too. `<` is what `AsyncCollective.overlap_with` puts between a value and a hop of the other chain's
+message:
 
     forward    h = norm(x)    u = core(h) <    y = last(u) <    send y;    x += sum
     backward   du = last'(dy) <    dh = core'(du) <    send dh;    dx += norm'(sum),  dy = dx
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.async_collective import UnderWay
+from taco_jax.collectives.async_collective import AsyncCollective
 from taco_jax.collectives.vjp import as_slot
 from taco_jax.compression.site_scales import SiteScales, merge_uses
 from taco_jax.models.chains import Half, State
@@ -60,7 +61,7 @@ class _Sent(NamedTuple):
 
     chain: int
     site: str
-    message: UnderWay
+    message: AsyncCollective
     receive: Callable[[jax.Array], None]
 
 
@@ -79,18 +80,18 @@ class _Link:
         )  # fmt: skip
         self._sent = _Sent(chain, site, message, receive)
 
-    def beside(self, value: jax.Array, *, last: bool) -> jax.Array:
+    def overlap_with(self, value: jax.Array, *, last: bool) -> jax.Array:
         """`value` beside a hop of what is under way. After the `last` of a half, the message is there."""
         if self._sent and (last or self._sent.message.hops > 1):
-            value = self._sent.message.beside(value)
+            value = self._sent.message.overlap_with(value)
             if last:
-                self.arrive()
+                self.done()
         return value
 
-    def arrive(self, chain: int | None = None) -> None:
+    def done(self, chain: int | None = None) -> None:
         """Waits for what is under way, with nothing beside it; `chain`: only if it is that chain's."""
         if self._sent and chain in (None, self._sent.chain):
-            y, measure = self._sent.message.arrive()
+            y, measure = self._sent.message.done()
             self.measures.setdefault(self._sent.site, []).append(measure)
             self._sent.receive(y)
             self._sent = None
@@ -122,9 +123,9 @@ def _forward(halves, par: Parallel, calls: int, xs, params, state: State, shared
         for i in range(len(xs)):
             link.arrive(i)
             use, y_BLD = _run(half, par, link, xs[i], params, shared)
-            link.send(i, half.leaves, link.beside(y_BLD, last=True), receive(i, out))
+            link.send(i, half.leaves, link.overlap_with(y_BLD, last=True), receive(i, out))
             residuals.append(use)
-    link.arrive()
+    link.done()
     return tuple(xs), residuals, link.measures
 
 
@@ -153,11 +154,11 @@ def _backward(halves, par: Parallel, calls: int, residuals, params, state: State
                 dh_BLD, dcore, dkernel = use.core(ct_BLD)
             else:
                 du_BLF, dkernel = use.last(ct_BLD)
-                dh_BLD, dcore = use.core(link.beside(du_BLF, last=False))
-            dh_BLD = link.beside(dh_BLD, last=True)
+                dh_BLD, dcore = use.core(link.overlap_with(du_BLF, last=False))
+            dh_BLD = link.overlap_with(dh_BLD, last=True)
             _add(grads, half.name, dcore | {half.out_name: {"kernel": dkernel, **dbias}})
             link.send(i, half.enters, dh_BLD, receive(i, use.norm, half.norm_name))
-    link.arrive()
+    link.done()
     return tuple(cts), grads, link.measures
 
 
@@ -171,7 +172,7 @@ def _run(half: Half, par: Parallel, link: _Link, x_BLD, params, shared) -> tuple
         y_BLD, core = jax.vjp(both, to_varying(h_BLD, par.axis), _core_params(half, params), kernel)
         return _Use(None, norm, core), y_BLD
     use, u_BLF = _use(half, par, x_BLD, params, shared)
-    y_BLD = row(link.beside(u_BLF, last=False), kernel, par)
+    y_BLD = row(link.overlap_with(u_BLF, last=False), kernel, par)
     return (_Use(x_BLD) if par.remat == "full" else use), y_BLD
 
 

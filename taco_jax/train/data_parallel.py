@@ -35,8 +35,8 @@ from jax.sharding import PartitionSpec as P
 from taco_jax import collectives
 from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.chunks import chunk_elements
 from taco_jax.collectives.manual_region import axis_tuple
+from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression.compression import MAX_CHUNKS, Compression
 from taco_jax.config import TrainConfig
 from taco_jax.train import levels

@@ -17,7 +17,7 @@ import taco_jax
 from pallas_kernels import compat, mosaic
 from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS
-from taco_jax.collectives.chunks import chunk_elements
+from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression import dispatch
 
 S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block

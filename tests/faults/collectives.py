@@ -22,13 +22,13 @@ MUTANTS = (
     Mutant(
         "ranks-differ",
         "in a one-shot sum every rank begins with its own term, so that ranks differ by rounding",
-        "taco_jax/collectives/one_shot.py",
-        "    gathered = yield gathered\n",
+        "taco_jax/collectives/all_reduce.py",
+        "    gathered = yield gathered\n    pieces = [",
         "    gathered = yield gathered\n"
-        "    from taco_jax.collectives.invarying import same_on_all_ranks\n\n"
+        "    from taco_jax.collectives.manual_region import same_on_all_ranks\n\n"
         "    first = jax.lax.axis_index(message.axis)\n"
         "    turned = [jnp.roll(to_varying(wires, message.axis), -first, 0) for wires in gathered]\n"
-        "    gathered = [same_on_all_ranks(wires, message.axis) for wires in turned]\n",
+        "    gathered = [same_on_all_ranks(wires, message.axis) for wires in turned]\n    pieces = [",
         ("tests/test_collectives.py -k rank_order",),
     ),
     Mutant(
@@ -103,8 +103,8 @@ MUTANTS = (
         "one-rank",
         "a sum over one rank is quantised",
         "taco_jax/collectives/vjp.py",
-        "    if message.codec.exact or message.ranks == 1:\n        return UnderWay(",
-        "    if message.codec.exact:\n        return UnderWay(",
+        "    if message.codec.exact or message.ranks == 1:\n        return AsyncCollective(",
+        "    if message.codec.exact:\n        return AsyncCollective(",
         ("tests/test_collectives_lax.py -k one_rank",),
     ),
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         "lost-tail",
         "the last chunk of a message is lost where it is shorter than the others",
-        "taco_jax/collectives/chunks.py",
+        "taco_jax/collectives/transport.py",
         "for start in range(0, n, piece)",
         "for start in range(0, n - piece + 1, piece)",
         ("tests/test_chunks.py -k chunks_cover",),

@@ -1,12 +1,18 @@
-"""Two-shot all-reduce, and the reduce-scatter that is its first half.
+"""All-reduces within one level, and the reduce-scatter that is the first half of a two-shot one.
 
     two-shot: all_to_all(encode) -> local sum in f32 -> encode -> all_gather -> decode
+    one-shot: all_gather(encode) -> local sum in f32, in rank order
 
-Two hops for any number of ranks P, 2 (P-1)/P of a message sent by each. The middle works on rotated values: the tensor
-is rotated on entry and on exit, and 1/P of it (the own chunk) once more. The owner's own term is never quantised on
-the first hop; on the second every rank, the owner too, decodes the same bytes, so all ranks end bit-identical.
+Two-shot has two hops for any number of ranks P, 2 (P-1)/P of a message sent by each. The middle works on rotated
+values: the tensor is rotated on entry and on exit, and 1/P of it (the own chunk) once more. The owner's own term is
+never quantised on the first hop. On the second every rank, the owner too, decodes the same bytes, so all ranks end
+bit-identical.
 
-Dim letters: P ranks (shares), N elements of a share.
+One-shot has one hop, and each rank sends P-1 messages' worth of bytes. With two ranks it is the exchange: the bytes of
+two-shot in one hop. The own term is quantised and decoded like every other, so all ranks sum the same values and end
+bit-identical.
+
+Dim letters: P ranks (shares), N elements of a share, S elements of x.
 """
 
 from __future__ import annotations
@@ -16,17 +22,44 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax.collectives import residuals
-from taco_jax.collectives.async_collective import Hopping
-from taco_jax.collectives.chunks import chunk_elements, cut
+from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import to_varying
 from taco_jax.collectives.message import Message, merge
-from taco_jax.collectives.transport import after, gather, send_chunks, swap
+from taco_jax.collectives.transport import after, chunk_elements, cut, gather, send_chunks, swap
 from taco_jax.compression import dispatch
 
-HOPS = 2
+
+def start(message: Message, x: jax.Array, exponent, key) -> AsyncCollective:
+    """The sum of x over the ranks, its first hop started: varying -> invarying, x's shape and dtype, and the measure of
+    its hops. With `message.feedback` the result is (sum, error)."""
+    if message.in_one_shot:
+        return AsyncCollective(_one_shot(message, x, exponent, key), 1)
+    return AsyncCollective(_two_shot(message, x, exponent, key), 2)
 
 
-def all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
+def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
+    """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of its hop. With
+    `message.feedback` the result is (sum, error)."""
+    codec = message.codec
+    x_S = to_varying(x, message.axis).reshape(-1)
+    chunks = cut(dispatch.Geometry(x.size, 1, x.size), message.chunks, codec.block)
+    send = lambda wires: gather(message, wires[0], "invarying")
+    own = [] if message.feedback else None
+    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key, send, own)
+    gathered = yield gathered
+    pieces = [
+        dispatch.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
+        for geometry, wires in zip(chunks, gathered)
+    ]
+    message.record("psum", x.size, x.dtype, hops)
+    y = (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)).reshape(x.shape)
+    if message.feedback:
+        error_S = residuals.of_wires(message, chunks, own, x_S, exponent)
+        return (y, error_S.reshape(x.shape)), merge(measures)
+    return y, merge(measures)
+
+
+def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     """Sum of x over the axis: varying -> invarying, x's shape and dtype, with the measure of both hops. With
     `message.feedback` the result is (sum, error): the owner of a share answers for the second hop's part of it."""
     codec, p = message.codec, message.ranks
