@@ -38,7 +38,7 @@ def test_tuple_of_axes(name):
         return
     f, reference = (
         per_rank(lambda x, m=m, kw=kw: calls[name](m, x, **kw), 4, dp=2, invarying_out=name == "psum")
-        for m, kw in ((taco_jax, {"codec": "int8h"}), (lax, {}))
+        for m, kw in ((taco_jax, {"compression": "int8h"}), (lax, {}))
     )
     assert snr_db(reference(x_P), f(x_P)) > 38
     found = collectives(f.lower(x_P).compile())

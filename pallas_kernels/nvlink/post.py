@@ -45,7 +45,7 @@ class Slots:
     def wait(self, barriers, slot) -> None:
         plgpu.barrier_wait(barriers.at[self.first + slot])
 
-    def done(self, barriers, slot) -> None:
+    def arrive(self, barriers, slot) -> None:
         plgpu.barrier_arrive(barriers.at[self.first + slot])
 
     # The workers' side

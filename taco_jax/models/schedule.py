@@ -121,7 +121,7 @@ def _forward(halves, par: Parallel, calls: int, xs, params, state: State, shared
     for half in halves:
         out = params[half.name][half.out_name]
         for i in range(len(xs)):
-            link.arrive(i)
+            link.done(i)
             use, y_BLD = _run(half, par, link, xs[i], params, shared)
             link.send(i, half.leaves, link.overlap_with(y_BLD, last=True), receive(i, out))
             residuals.append(use)
@@ -143,7 +143,7 @@ def _backward(halves, par: Parallel, calls: int, residuals, params, state: State
     for half in reversed(halves):
         out = params[half.name][half.out_name]
         for i in reversed(range(len(cts))):
-            link.arrive(i)
+            link.done(i)
             use = residuals.pop()
             if use.x is not None:
                 use = _use(half, par, use.x, params, shared)[0]
