@@ -406,6 +406,25 @@ def test_json_that_is_nested_too_deeply(tmp_path, file):
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    "file", ["config.json", INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_texts_that_are_too_large_to_be_read(tmp_path, file):
+    pytest.importorskip("tokenizers", reason="the extra inference: pip install 'taco-jax[inference]'")
+    folder = write(tmp_path / "model", files={} if file == INDEX else None)
+    with (folder / file).open("ab") as sparse:
+        sparse.truncate(1 << 36)
+    with pytest.raises(ConfigError, match=f"^{folder / file}: has {1 << 36} bytes; at most {1 << 28} are read$"):
+        open_checkpoint(folder)
+
+
+def test_templates_whose_names_are_no_texts(tmp_path):
+    folder = write(tmp_path / "model")
+    templates = [{"name": ["x"], "template": "y"}, {"name": "default", "template": "z"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert open_checkpoint(folder).template.source == "z"
+
+
 def test_json_with_half_a_character(tmp_path):
     folder = write(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800", "bos_token": "\\ud83d\\ude00"}')
