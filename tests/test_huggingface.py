@@ -124,3 +124,16 @@ def test_unknown_configs(change, message):
     assert huggingface.config_from_hf(hf).qkv_bias
     with pytest.raises(ValueError, match=message):
         huggingface.config_from_hf(hf | change)
+
+
+def test_other_names_of_gpt2_s_sizes():
+    transformers = pytest.importorskip("transformers")
+    hf = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=64).to_dict()
+    want = huggingface.config_from_hf(hf)
+    both = hf | {other: hf[key] for other, key in huggingface.GPT2_NAMES.items()}
+    others = {key: value for key, value in both.items() if key not in huggingface.GPT2_NAMES.values()}
+    assert huggingface.config_from_hf(both) == huggingface.config_from_hf(others) == want
+    assert transformers.GPT2Config(**others).to_dict() == hf
+    assert transformers.GPT2Config(**hf | {"num_attention_heads": 2}).n_head == 2  # so of two values one is wrong
+    with pytest.raises(ValueError, match="num_attention_heads=2: is another name of n_head=4; keep the right one"):
+        huggingface.config_from_hf(hf | {"num_attention_heads": 2})

@@ -204,7 +204,8 @@ class GGUFTensors:
     def _read(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
         try:
-            array = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(self.shape(name))
+            with np.errstate(all="ignore"):  # of infinite scales, which are refused when it is on its way to a device
+                array = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(self.shape(name))
         except (NotImplementedError, ValueError) as error:
             kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
             raise ConfigError(f"{self._path}: the tensor {tensor.name!r} is of type {kind}: {error}") from None

@@ -7,6 +7,7 @@ as u64 and its bytes, an array the kind of its elements as u32, their number as 
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from pathlib import Path
@@ -31,7 +32,7 @@ def check(path: Path) -> None:
 
 class _Walk:
     def __init__(self, data: mmap.mmap):
-        self._data, self._at, self._order, self._alignment = data, 0, "<", 32
+        self._data, self._at, self._alignment = data, 0, 32
         self._elements = 0
 
     def file(self, types: dict[int, tuple[int, int]]) -> None:
@@ -40,17 +41,22 @@ class _Walk:
             raise ValueError("does not begin with GGUF")
         version = self._number("I")
         if version & 0xFFFF == 0:  # written where bytes have the other order
-            self._order = ">"
+            raise ValueError("its numbers are big-endian, but only little-endian files are read")
         tensors, keys = self._number("Q"), self._number("Q")
         self._count(keys, 8 + 4 + 1, "keys")
         for _ in range(keys):
             self._key()
         self._count(tensors, 8 + 4 + 4 + 8, "tensors")
-        ends = [self._tensor(types) for _ in range(tensors)]
+        places = [self._tensor(types) for _ in range(tensors)]
         start = -(-self._at // self._alignment) * self._alignment
-        for name, end in ends:
+        for begin, end, name in places:
             if start + end > len(self._data):
                 raise ValueError(f"the tensor {name} ends at byte {start + end}, the file at {len(self._data)}")
+            if begin % self._alignment:
+                raise ValueError(f"the tensor {name} begins at byte {begin}: must be a multiple of {self._alignment}")
+        for (_, end, before), (begin, _, name) in itertools.pairwise(sorted(places)):
+            if begin < end:
+                raise ValueError(f"the tensor {name} begins at byte {begin}, before {before} ends, at {end}")
 
     def _key(self) -> None:
         name, kind = self._string("a key"), self._number("I")
@@ -82,8 +88,8 @@ class _Walk:
         else:
             raise ValueError(f"{name} is of kind {kind}")
 
-    def _tensor(self, types: dict[int, tuple[int, int]]) -> tuple[str, int]:
-        """(its name, where its data ends, from where all data begin)."""
+    def _tensor(self, types: dict[int, tuple[int, int]]) -> tuple[int, int, str]:
+        """(where its data begin and end, from where all data begin; its name)."""
         name = _shown(self._string("a tensor's name"))
         dims = self._number("I")
         if dims > MOST_DIMS:
@@ -95,13 +101,13 @@ class _Walk:
         if kind not in types:
             raise ValueError(f"the tensor {name} is of type {kind}")
         per_block, size = types[kind]
-        return name, offset + -(-elements // per_block) * size
+        return offset, offset + -(-elements // per_block) * size, name
 
     def _string(self, what: str) -> bytes:
         return self._take(self._number("Q"), what)
 
     def _number(self, kind: str) -> int:
-        return struct.unpack(self._order + kind, self._take(struct.calcsize(kind), "a number"))[0]
+        return struct.unpack("<" + kind, self._take(struct.calcsize(kind), "a number"))[0]
 
     def _count(self, count: int, least: int, what: str) -> None:
         left = len(self._data) - self._at

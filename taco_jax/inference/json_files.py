@@ -12,6 +12,12 @@ LARGEST = 1 << 28
 """Bytes of a file that is read at all. The largest index and tokenizer_config.json in use have a few million."""
 
 
+def check_size(path: Path) -> None:
+    """Raises ConfigError for a file of text, JSON or not, that is too large to be read at once; OSError as `stat`."""
+    if (size := path.stat().st_size) > LARGEST:
+        raise ConfigError(f"{path}: has {size} bytes; at most {LARGEST} are read")
+
+
 def read_object(path: Path, *, needed: bool = True) -> dict[str, Any]:
     """The object that a file holds; {} for no file, unless it is needed.
 
@@ -19,12 +25,13 @@ def read_object(path: Path, *, needed: bool = True) -> dict[str, Any]:
       ConfigError: the file cannot be read, is too large or nested too deeply, is no JSON, or holds no object.
     """
     try:
-        if (size := path.stat().st_size) > LARGEST:
-            raise ConfigError(f"{path}: has {size} bytes; at most {LARGEST} are read")
+        check_size(path)
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:  # a lone half of a surrogate pair is no text
             json.dumps(content, ensure_ascii=False).encode()
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         if not needed:
             return {}

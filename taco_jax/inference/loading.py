@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.finite import finite, not_finite
+from taco_jax.inference.finite import AT_ONCE, finite, not_finite
 from taco_jax.inference.in_memory import InMemory
 from taco_jax.inference.json_files import read_object
 from taco_jax.inference.templates import Template, called_special, read_template, special_tokens
@@ -191,7 +191,7 @@ def _real_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
 def _two_tables(tensors: Tensors, path: Path) -> bool:
     """Whether a checkpoint whose head is tied holds two tables that differ: then, as in transformers, it is not tied.
 
-    Some rows are compared: tables that training let drift apart differ in all of them.
+    All rows are compared, some at a time: a few new tokens may be all that was trained.
 
     Raises:
       ConfigError: the two have different shapes.
@@ -206,10 +206,10 @@ def _two_tables(tensors: Tensors, path: Path) -> bool:
             f"{path / 'config.json'}: ties the head to the table, but {embed!r} has shape {shape} and 'lm_head.weight' "
             f"{of_head}; both must be [vocabulary, width]"
         )
-    rows = tensors.shape(embed)[0]
-    some = [slice(row, row + 1) for row in sorted({rows * i // 64 for i in range(64)})]
+    at_once = max(1, AT_ONCE // max(1, shape[1]))
+    parts = [slice(row, min(row + at_once, shape[0])) for row in range(0, shape[0], at_once)]
     same = lambda row: np.array_equal(tensors.read(embed, (row,)), tensors.read("lm_head.weight", (row,)))
-    return not all(map(same, some))
+    return not all(map(same, parts))
 
 
 def _eos(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:

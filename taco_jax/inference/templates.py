@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import read_object
+from taco_jax.inference.json_files import check_size, read_object
 
 
 class Template(NamedTuple):
@@ -27,7 +27,12 @@ def read_template(folder: Path) -> Template | None:
     jinja_file = folder / "chat_template.jinja"
     config = read_object(folder / "tokenizer_config.json", needed=False)
     try:
-        source = jinja_file.read_text(encoding="utf-8") if jinja_file.is_file() else None
+        source = None
+        if jinja_file.is_file():
+            check_size(jinja_file)
+            source = jinja_file.read_text(encoding="utf-8")
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{jinja_file}: cannot be read ({error})") from None
     source = source or _default(config.get("chat_template"))
@@ -55,8 +60,8 @@ def called_special(folder: Path) -> list[str]:
 def _default(value: Any) -> str | None:
     """A model may have several templates, each with a name."""
     if isinstance(value, list):
-        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-        value = named.get("default")
+        named = [each.get("template") for each in value if isinstance(each, dict) and each.get("name") == "default"]
+        value = named[-1] if named else None
     return value if isinstance(value, str) else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
+from taco_jax.inference.json_files import check_size
 
 IN_MEMORY = Path("parameters in memory")  # in the place of a model's path
 CONTEXT = 8  # tokens of the prompt that a stream keeps, more where these have no text
@@ -234,6 +235,7 @@ def read_tokenizer(path: Path, special: Iterable[str] = ()) -> Tokenizer | None:
         import tokenizers
     except ImportError:
         return None
+    check_size(path)
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
         _call_special(library, special)

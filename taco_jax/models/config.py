@@ -12,6 +12,7 @@ NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 LARGEST_SIZE = 2**31 - 1
+LARGEST_THETA = 1e38  # of float32, in which its powers are computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ModelConfig:
             raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; try {_listed(near)}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even with positions='rope'; try {self.head_dim + 1}")
-        for key, least, below, usual in (("norm_eps", 0, 1, 1e-6), ("rope_theta", 1, math.inf, 10_000.0)):
+        for key, least, below, usual in (("norm_eps", 0, 1, 1e-6), ("rope_theta", 1, LARGEST_THETA, 10_000.0)):
             value = getattr(self, key)
             if isinstance(value, int | float) and not least <= value < below:  # NaN is not either
                 raise ValueError(f"{key}={value!r}: must be at least {least} and below {below}, such as {usual}")

@@ -127,6 +127,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def _gpt2_config(hf: Mapping[str, Any]) -> ModelConfig:
     for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         _require(key, hf.get(key, value), value)
+    hf = {GPT2_NAMES[key]: value for key, value in hf.items() if key in GPT2_NAMES} | dict(hf)
+    for other, key in GPT2_NAMES.items():
+        if other in hf and hf[other] not in (None, hf[key]):
+            raise ValueError(f"{other}={hf[other]!r}: is another name of {key}={hf[key]!r}; keep the right one")
     width, heads = _get(hf, "n_embd", int), _get(hf, "n_head", int)
     return ModelConfig(
         vocab_size=_get(hf, "vocab_size", int),
@@ -148,6 +152,12 @@ def _gpt2_config(hf: Mapping[str, Any]) -> ModelConfig:
         tied_head=_get(hf, "tie_word_embeddings", bool, True),
     )
 
+
+GPT2_NAMES = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}  # fmt: skip
+"""Other names that transformers takes GPT-2's sizes by; of two values the last in the file counts there."""
 
 NEUTRAL = {
     "is_causal": True, "use_bidirectional_attention": False, "add_cross_attention": False,

@@ -89,6 +89,18 @@ def test_quantised_weights(tmp_path):
     assert 0 < error.max() < 0.01 * np.abs(want[down]).max()
 
 
+def test_a_quantised_weight_whose_scale_is_infinite(tmp_path, recwarn):
+    file, name = write("llama", tmp_path, quantise=True)[1], "blk.0.ffn_down.weight"
+    at = next(int(t.data_offset) for t in gguf.GGUFReader(str(file)).tensors if t.name == name)
+    content = bytearray(file.read_bytes())
+    content[at : at + 3] = np.float16("inf").tobytes() + b"\0"  # of Q8_0: the scale of a block and its first code
+    file.write_bytes(content)
+    recwarn.clear()
+    with pytest.raises(ConfigError, match="'layers.0.mlp.down_proj.weight' holds NaN or infinities"):
+        load_params(open_checkpoint(file), make_mesh(), np.float32)
+    assert not recwarn.list  # the error is the only line
+
+
 def test_tokenizer(tmp_path):
     checkpoint = open_checkpoint(write("llama", tmp_path)[1])
     tokenizer, words = checkpoint.tokenizer, 256

@@ -49,6 +49,15 @@ UINT32, STRING, ARRAY = 4, 8, 9
         (header(key(b"a", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(16)), keys=1), "'a' is an array of kind 9"),
         (header(key(b"a", 77, bytes(4)), keys=1), "'a' is of kind 77"),
         (header(key(b"general.alignment", UINT32, bytes(4)), keys=1), "general.alignment=0: must be a power of two"),
+        (
+            header(key(b"general.alignment", UINT32, b"\x08\0\0\0"), tensor([4], 0, 12), bytes(64), tensors=1, keys=1),
+            "the tensor 'token_embd.weight' begins at byte 12: must be a multiple of 8",
+        ),
+        (
+            header(tensor([9], offset=32, name=b"b"), tensor([16], name=b"a"), bytes(128), tensors=2),
+            "the tensor 'b' begins at byte 32, before 'a' ends, at 64",
+        ),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "its numbers are big-endian"),
         (b"GGML" + bytes(60), "does not begin with GGUF"),
         (b"GG", "claims 4 bytes of a magic number, but 2 are left"),
         (b"", "empty file"),
@@ -100,9 +109,11 @@ def write_gguf(path, changes=None, more=(), table=(8, 24)):
     shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)} | dict.fromkeys(more, (4,))
     keys = {name: of for name, of in (GGUF | (changes or {})).items() if of is not None}
     parts = [key(name.encode(), *value(of)) for name, of in keys.items()]
-    parts += [tensor(shape, name=f"{name}.weight".encode()) for name, shape in shapes.items()]
+    size = 4 * 24 * 8  # of the largest
+    for place, (name, shape) in enumerate(shapes.items()):
+        parts.append(tensor(shape, offset=place * size, name=f"{name}.weight".encode()))
     whole = header(*parts, tensors=len(shapes), keys=len(keys))
-    path.write_bytes(whole + bytes(-len(whole) % 32) + bytes(4 * 24 * 8))
+    path.write_bytes(whole + bytes(-len(whole) % 32) + bytes(len(shapes) * size))
     return path
 
 

@@ -139,6 +139,15 @@ def test_a_tied_model_that_holds_two_tables(tmp_path):
     np.testing.assert_array_equal(params["embed"]["table"][:24], tensors[EMBED])
 
 
+@pytest.mark.parametrize("row", [5, 599])
+def test_a_tied_model_whose_tables_differ_in_one_row(tmp_path, row):
+    table = np.random.default_rng(0).standard_normal((600, 8)).astype(np.float32)
+    head = table.copy()
+    head[row] += 1
+    tensors = arrays() | {EMBED: table, HEAD: head}
+    assert not open_checkpoint(write(tmp_path, CONFIG | {"vocab_size": 600}, {SINGLE: tensors})).config.tied_head
+
+
 @pytest.mark.parametrize("shape", [(24, 9), (23, 8), (24,), ()])
 def test_a_tied_model_whose_tables_have_two_shapes(tmp_path, shape):
     folder = write(tmp_path / "model", files={SINGLE: arrays() | {HEAD: np.zeros(shape, np.float32)}})
@@ -264,7 +273,8 @@ def test_a_request_whose_logits_are_not_finite_gets_status_500():
         ({"rms_norm_eps": 1e9}, "norm_eps=1000000000.0: must be at least 0 and below 1"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps=a number of 1329 bits: must be one that a float holds"),
         ({"rope_theta": 10**400}, "rope_theta=a number of 1329 bits"),
-        ({"rope_theta": 0}, "rope_theta=0.0: must be at least 1 and below inf, such as 10000.0"),
+        ({"rope_theta": 0}, "rope_theta=0.0: must be at least 1 and below 1e\\+38, such as 10000.0"),
+        ({"rope_theta": 1e39}, "rope_theta=1e\\+39: must be at least 1 and below 1e\\+38"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be at least 1"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0: this decoder has only plain rotary positions"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear': this decoder has only type='default'"),
@@ -292,6 +302,8 @@ def test_a_request_whose_logits_are_not_finite_gets_status_500():
         ({"num_attention_heads": 10**9 + 7, "head_dim": 4}, "must divide n_heads=1000000007; try 1 or 1000000007"),
         ({"num_hidden_layers": 10**4000}, "n_layers=a number of 13288 bits: must be at most 2147483647"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True"),
+        ({"model_type": "gpt2", "n_head": 4}, "num_attention_heads=2: is another name of n_head=4; keep the right one"),
+        ({"model_type": "gpt2", "n_layer": 2}, "num_hidden_layers=1: is another name of n_layer=2"),
     ],
 )
 def test_keys_of_a_config(tmp_path, changes, message):
@@ -392,6 +404,25 @@ def test_json_that_is_nested_too_deeply(tmp_path, file):
     (folder / file).write_text(DEEP)
     with pytest.raises(ConfigError, match=f"{file}: is nested too deeply"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_texts_that_are_too_large_to_be_read(tmp_path, file):
+    pytest.importorskip("tokenizers", reason="the extra inference: pip install 'taco-jax[inference]'")
+    folder = write(tmp_path / "model", files={} if file == INDEX else None)
+    with (folder / file).open("ab") as sparse:
+        sparse.truncate(1 << 36)
+    with pytest.raises(ConfigError, match=f"^{folder / file}: has {1 << 36} bytes; at most {1 << 28} are read$"):
+        open_checkpoint(folder)
+
+
+def test_templates_whose_names_are_no_texts(tmp_path):
+    folder = write(tmp_path / "model")
+    templates = [{"name": ["x"], "template": "y"}, {"name": "default", "template": "z"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert open_checkpoint(folder).template.source == "z"
 
 
 def test_json_with_half_a_character(tmp_path):

@@ -198,6 +198,7 @@ BAD = [
     (P | {"stop": ["a"] * 5}, "stop", "at most 4"),
     (P | {"stream": "yes"}, "stream", "must be true or false, not a string"),
     (P | {"stream_options": {"include_usage": True}}, "stream_options", "for stream=true only"),
+    (P | {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "must be"),
     (P | {"n": 2}, "n", "n=2: is not supported here"),
     (P | {"n": True}, "n", "is not supported"),
     (P | {"best_of": 2}, "best_of", "is not supported"),

@@ -263,6 +263,7 @@ HARMLESS = {
     "repetition_penalty": 1.0, "min_p": 0, "top_k": -1, "user": "me", "store": True, "metadata": {"a": "b"},
     "typical_p": 1, "length_penalty": 1.0, "min_tokens": 0, "use_beam_search": False, "skip_special_tokens": True,
     "stop_token_ids": [], "best_of": 1, "echo": False, "cache_prompt": True, "frequency_penalty": 0.0,
+    "guided_json": None,
 }  # fmt: skip
 HARMFUL = {
     "repetition_penalty": 1.1, "min_p": 0.1, "top_k": -2, "min_tokens": 1, "skip_special_tokens": False, "best_of": 2,
@@ -278,7 +279,10 @@ def test_fields_of_common_clients_are_taken_where_they_change_nothing(serve):
     for key, value in [*HARMLESS.items(), ("top_logprobs", 0), ("logprobs", False)]:
         assert chat(client, "a", **{key: value}).status_code == 200, key
     message = {"role": "assistant", "content": "a", "id": "msg_1", "created_at": 3, "refusal": None, "tool_calls": [],
-               "annotations": [], "function_call": {}, "reasoning_content": ""}  # fmt: skip
+               "annotations": [], "function_call": {}, "reasoning_content": "",
+               "cache_control": {"type": "ephemeral"}}  # fmt: skip
+    usage = {"include_usage": True, "continuous_usage_stats": False}
+    assert complete(client, "a", stream=True, stream_options=usage, **greedy).status_code == 200
     messages = [{"role": "user", "content": "a", "id": "1"}, message]
     plain = [{"role": m["role"], "content": m["content"]} for m in messages]
     ask = lambda messages: client.post("/v1/chat/completions", json={"messages": messages, **greedy}).json()["choices"]

@@ -2,7 +2,8 @@
 
 A field that would change the answer and that this server has not is refused, unless its value is the one that changes
 nothing (n=1, logprobs=null). Fields that OpenAI's clients send along and that change no answer are taken and ignored.
-Any other field is an error, with the nearest known name.
+Any other field is an error, with the nearest known name, unless it is null: programs that pass on what they were sent
+write out all fields that they know.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ IGNORED = (
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "request_id", "priority", "cache_prompt",
 )  # fmt: skip
-IGNORED_OF_MESSAGES = ("id", "object", "created", "created_at", "createdAt", "timestamp", "metadata", "status")
+IGNORED_OF_MESSAGES = (
+    "id", "object", "created", "created_at", "createdAt", "timestamp", "metadata", "status", "cache_control",
+)  # fmt: skip
 # Field -> the values that ask for nothing; null always is one.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -88,7 +91,7 @@ def parse(raw: bytes, *, chat: bool) -> Request:
     for key, value in body.items():
         if key in neutral:
             _check_neutral(key, value, neutral[key])
-        elif key not in own and key not in IGNORED:
+        elif value is not None and key not in own and key not in IGNORED:
             close = difflib.get_close_matches(key[:60], [*own, *neutral], n=1)
             raise RequestError(f"{key[:60]}: no such field{f'; did you mean {close[0]}?' if close else ''}", key[:60])
     get = lambda key, default=None: default if body.get(key) is None else body[key]
@@ -202,7 +205,8 @@ def _include_usage(value: Any, stream: bool) -> bool:
         return False
     if not stream:
         raise RequestError("stream_options: are for stream=true only", "stream_options")
-    if not isinstance(value, dict) or not set(value) <= {"include_usage", "include_obfuscation"}:
+    taken = {"include_usage", "include_obfuscation"}
+    if not isinstance(value, dict) or not {key for key in value if value[key] not in (None, False)} <= taken:
         raise RequestError(f'stream_options={_shown(value)}: must be {{"include_usage": true}}', "stream_options")
     return _boolean(value.get("include_usage") or False, "stream_options.include_usage")
 
