@@ -16,13 +16,15 @@ float dtypes, for keys that are none, and for options that are given one by one.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.async_collective import AsyncCollective, without_derivative
-from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
+from taco_jax.collectives.call import DIRECTIONS, Call, check_call
 from taco_jax.collectives.manual_region import AxisName, axis_tuple, permute, to_varying
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
@@ -30,6 +32,32 @@ from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import as_integer
 
 SUMS = ("psum", "copy")  # whose messages are all-reduces
+# What collectives once took beside `compression`; all but the first two are fields of it.
+OLD_SPELLINGS = ("codec", "backward_codec", "algorithm", "ranks_per_host", "between_hosts", "link", "min_bytes",
+                 "backend", "chunks", "exchange")  # fmt: skip
+
+
+def new_spelling(collective):
+    """The collective, which raises TypeError with the new spelling for the options that it took one by one before."""
+
+    @functools.wraps(collective)
+    def checked(*args, **kwargs):
+        old = {key: kwargs[key] for key in OLD_SPELLINGS if key in kwargs}
+        if old:
+            given = ", ".join(f"{key}={value!r}" for key, value in old.items())
+            raise TypeError(f"{collective.__name__}: {given}: options are one object now: {_as_compression(old)}")
+        return collective(*args, **kwargs)
+
+    return checked
+
+
+def _as_compression(old: dict) -> str:
+    """compression=... in the place of the old options."""
+    codec = repr(old.get("codec", "taco"))
+    if set(old) == {"codec"}:
+        return f"compression={codec}"
+    fields = {"backward" if key == "backward_codec" else key: value for key, value in old.items() if key != "codec"}
+    return f"compression=Compression({', '.join([codec, *(f'{key}={value!r}' for key, value in fields.items())])})"
 
 
 @new_spelling

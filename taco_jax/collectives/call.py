@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,6 @@ from taco_jax.compression.compression import EXACT, Compression, as_compression
 from taco_jax.compression.site_scales import STATS_WIDTH, SiteScales
 
 DIRECTIONS = ("forward", "backward")
-# What collectives once took beside `compression`; all but the first two are fields of it.
-OLD_SPELLINGS = ("codec", "backward_codec", "algorithm", "ranks_per_host", "between_hosts", "link", "min_bytes",
-                 "backend", "chunks", "exchange")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,29 +93,6 @@ def check_call(entry, axis, compression, *, scales=None, key=None, groups=None, 
     local = _local(entry, axis, compression.ranks_per_host) if levels else 0
     used = SiteScales() if scales is None or compression.is_exact else scales
     return Call(axis, compression, used, key, local)
-
-
-def new_spelling(collective):
-    """The collective, which raises TypeError with the new spelling for the options that it took one by one before."""
-
-    @functools.wraps(collective)
-    def checked(*args, **kwargs):
-        old = {key: kwargs[key] for key in OLD_SPELLINGS if key in kwargs}
-        if old:
-            given = ", ".join(f"{key}={value!r}" for key, value in old.items())
-            raise TypeError(f"{collective.__name__}: {given}: options are one object now: {_as_compression(old)}")
-        return collective(*args, **kwargs)
-
-    return checked
-
-
-def _as_compression(old: dict) -> str:
-    """compression=... in the place of the old options."""
-    codec = repr(old.get("codec", "taco"))
-    if set(old) == {"codec"}:
-        return f"compression={codec}"
-    fields = {"backward" if key == "backward_codec" else key: value for key, value in old.items() if key != "codec"}
-    return f"compression=Compression({', '.join([codec, *(f'{key}={value!r}' for key, value in fields.items())])})"
 
 
 def _local(entry: str, axis: AxisName, ranks_per_host: int | None) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.api import psum
-from taco_jax.collectives.call import DIRECTIONS, Call, check_call, new_spelling
+from taco_jax.collectives.api import new_spelling, psum
+from taco_jax.collectives.call import DIRECTIONS, Call, check_call
 from taco_jax.collectives.manual_region import AxisName, to_varying
 from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.vjp import Operation, apply
