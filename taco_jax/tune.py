@@ -291,7 +291,10 @@ def _time(config: TuneConfig, mesh, codec: str, x, ways: Sequence[Way]) -> list[
             program(x).block_until_ready()
             times.append((time.perf_counter() - start) / rounds)
     exact, *medians = (statistics.median(times) for times in seconds)
-    return [Point(nbytes, w.chunks, w.exchange, median, exact, w.algorithm) for w, median in zip(ways, medians)]
+    return [
+        Point(nbytes, w.chunks, w.exchange, median, exact_seconds=exact, algorithm=w.algorithm)
+        for w, median in zip(ways, medians)
+    ]
 
 
 @functools.cache

@@ -65,7 +65,9 @@ def test_few_modules_in_the_root():
 
 
 def test_old_options_are_refused_with_the_new_spelling():
-    message = r"psum: codec='taco', link='nccl': options are one object now: compression=Compression\('taco', link='nccl'\)"
+    message = (
+        r"psum: codec='taco', link='nccl': options are one object now: compression=Compression\('taco', link='nccl'\)"
+    )
     with pytest.raises(TypeError, match=message):
         taco_jax.psum(jnp.ones(2), "tp", codec="taco", link="nccl")
     message = r"copy: codec='taco', backward_codec='int8h': .*Compression\('taco', backward='int8h'\)"

@@ -39,7 +39,7 @@ def encode(tiling: Tiling, z: list, exponent, noise: list | None, codes_s) -> tu
         largest = bits if largest is None else jnp.maximum(largest, bits)
         if words.writes(fmt) and not interpret:
             integers = [elements.rounded(elements.clip(fmt, v, interpret)) for v in scaled]
-            words.store(fmt, codes_s, b * block_bytes, _parts(tiling, integers), finite, pitch)
+            words.store(fmt, codes_s, b * block_bytes, _parts(tiling, integers), finite=finite, pitch=pitch)
             continue
         scaled = [jnp.where(_columns(finite, v), v, np.float32(0)) for v in scaled]
         codes = []

@@ -58,7 +58,9 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
             plgpu.copy_smem_to_gmem(buffer, y_g.at[pl.ds(message * tiling.rows + row, ROWS)])
             return carry
 
-        pipeline.run(workers, stages, load, work, jnp.int32(0), lambda: rotator.wait(m_bar), tickets)
+        pipeline.run(
+            workers, stages, load, work, carry=jnp.int32(0), begin=lambda: rotator.wait(m_bar), tickets=tickets
+        )
         plgpu.wait_smem_to_gmem(0)
 
     shape = (workers.warpgroups, BUFFERS, ROWS, tiling.row)

@@ -39,7 +39,16 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         wg = workers.warpgroup()
         rotator.load(m_g, m_s, m_bar, wg)
         exponents_g = e_g if inputs.has_exponent else None
-        writer = Writer(tiling, workers, o_g, codes_s.at[wg], scales_s.at[wg], exponents_g, BUFFERS, width)
+        writer = Writer(
+            tiling,
+            workers,
+            o_g,
+            codes_s.at[wg],
+            scales_s=scales_s.at[wg],
+            exponents_g=exponents_g,
+            buffers=BUFFERS,
+            width=width,
+        )
 
         def load(tile, slot):
             message, row = tiling.locate(tile)
@@ -58,7 +67,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             writer.fill()
             rotator.wait(m_bar)
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(tiling), begin, tickets)
+        largest = pipeline.run(workers, stages, load, work, carry=Writer.nothing(tiling), begin=begin, tickets=tickets)
         plgpu.wait_smem_to_gmem(0)
         writer.put_largest(max_g, largest)
 

@@ -38,7 +38,9 @@ def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, in
     offsets = (where.message, where.block * fmt.block)
     small, maxima = _encode_tiles(tile, _tile_of(fmt, x_S, where), _exponents(tile, exponent), seed, offsets)
     count = fmt.n_blocks(where.elements)
-    wires = ragged.put_blocks(fmt, wires, geometry.per_message, where.message, where.block, count, small)
+    wires = ragged.put_blocks(
+        fmt, wires, geometry.per_message, where.message, first=where.block, count=count, tile_wire=small
+    )
     return wires, jnp.maximum(largest, _largest(maxima, tile))
 
 
@@ -53,12 +55,14 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
         larger = ragged.padded(fmt, geometry)
         wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
         x_S = ragged.messages_of(geometry, x_S, larger.per_message).reshape(-1)
-        wire, largest = reduce_encode(fmt, larger, wires, x_S, rank, exponent, seed, interpret=interpret)
+        wire, largest = reduce_encode(
+            fmt, larger, wires, x_S, rank=rank, exponent=exponent, seed=seed, interpret=interpret
+        )
         return ragged.relay(fmt, wire[None], larger.per_message, geometry.per_message)[0], largest
     tiling = Tiling(fmt, geometry, interpret)
     x_RC = ragged.rows_of(fmt, x_S)
     rank = jnp.asarray(rank, jnp.int32)
-    wire, maxima = _reduce_tiles(tiling, wires, x_RC, rank[None], _exponents(tiling, exponent), seed)
+    wire, maxima = _reduce_tiles(tiling, wires, x_RC, rank[None], exponents=_exponents(tiling, exponent), seed=seed)
     largest = _largest(maxima, tiling)
     where = ragged.tail(fmt, geometry)
     if where is None:
@@ -70,11 +74,13 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     x_PRC = jnp.zeros((geometry.messages, ROWS, tiling.row), x_S.dtype)
     x_PRC = x_PRC.at[where.message].set(_tile_of(fmt, x_S, where))
     small, maxima = _reduce_tiles(
-        tile, small, x_PRC.reshape(-1, tiling.row), rank[None], _exponents(tile, exponent), seed,
+        tile, small, x_PRC.reshape(-1, tiling.row), rank[None], exponents=_exponents(tile, exponent), seed=seed,
         offsets=(0, where.block * fmt.block),
     )  # fmt: skip
     other = rank != where.message
-    wire = ragged.put_blocks(fmt, wire, geometry.per_message, 0, where.block, count, small, keep=other)
+    wire = ragged.put_blocks(
+        fmt, wire, geometry.per_message, 0, first=where.block, count=count, tile_wire=small, keep=other
+    )
     return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, _largest(maxima, tile)))
 
 
@@ -88,23 +94,25 @@ def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
         larger = ragged.padded(fmt, geometry)
         wires = ragged.relay(fmt, wires, geometry.per_message, larger.per_message)
         x_S = ragged.messages_of(geometry, x_S, larger.per_message).reshape(-1)
-        y = reduce_decode(fmt, larger, wires, x_S, rank, exponent, dtype, interpret=interpret)
+        y = reduce_decode(fmt, larger, wires, x_S, rank=rank, exponent=exponent, dtype=dtype, interpret=interpret)
         return y[: geometry.per_message]
     tiling = Tiling(fmt, geometry, interpret)
     rank = jnp.asarray(rank, jnp.int32)[None]
     x_RC = ragged.rows_of(fmt, x_S)
-    return _reduce_tiles(tiling, wires, x_RC, rank, _exponents(tiling, exponent), None, dtype).reshape(-1)
+    own = {"exponents": _exponents(tiling, exponent), "seed": None, "dtype": dtype}
+    return _reduce_tiles(tiling, wires, x_RC, rank, **own).reshape(-1)
 
 
 def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=None):
     """P wires -> the sum of what they say, dtype[n], in float32 and rank order."""
 
     def run(tiling, wires):
-        return _reduce_tiles(tiling, wires, None, None, _exponents(tiling, exponent), None, dtype).reshape(-1)
+        own = {"exponents": _exponents(tiling, exponent), "seed": None, "dtype": dtype}
+        return _reduce_tiles(tiling, wires, None, None, **own).reshape(-1)
 
     messages = wires.shape[0]
     check_operands(fmt, Geometry(n * messages, messages, n), wires=wires, dtype=dtype)
-    return _with_tail(fmt, Geometry(n * messages, messages, n), wires, n, run, interpret)
+    return _with_tail(fmt, Geometry(n * messages, messages, n), wires, n, run=run, interpret=interpret)
 
 
 def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, interpret=None):

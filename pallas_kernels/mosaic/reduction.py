@@ -66,7 +66,16 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         exponents_g = e_g if inputs.has_exponent else None
         exponent = e_g[0] if inputs.has_exponent and fmt.scale != "site" else None
         if to_wire:
-            writer = Writer(one, workers, outputs[0], out_s.at[wg], scales_s.at[wg], exponents_g, 1, width)
+            writer = Writer(
+                one,
+                workers,
+                outputs[0],
+                out_s.at[wg],
+                scales_s=scales_s.at[wg],
+                exponents_g=exponents_g,
+                buffers=1,
+                width=width,
+            )
 
         def begin():
             if to_wire:
@@ -137,7 +146,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs[0].at[pl.ds(row, ROWS)])
             return largest
 
-        largest = pipeline.run(workers, stages, load, work, Writer.nothing(one), begin, tickets)
+        largest = pipeline.run(workers, stages, load, work, carry=Writer.nothing(one), begin=begin, tickets=tickets)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
             writer.put_largest(outputs[1], largest)

@@ -89,10 +89,12 @@ def run(program: Program, deal: Deal, x_RC: jax.Array, exponent, out_rows: int) 
         def combine(i):
             own, stages = None, memory.own_stages
             if program.owned:
-                own = roles.Tiles(desk(), x_g, s["own"].at[i], s["own_full"], stages, i * stages)
+                own = roles.Tiles(desk(), x_g, s["own"].at[i], s["own_full"], stages=stages, first=i * stages)
             into = program.sums_into_frames
             put = roles.to_frames(desk(), slots("sums")) if into else roles.to_values(desk(), values(i))
-            largest = roles.combine(desk(), combinings[i], slots("sets", i), own, begin, put, into)
+            largest = roles.combine(
+                desk(), combinings[i], slots("sets", i), own, begin=begin, put=put, begins_with_term=into
+            )
             if into:
                 note(largest, 1)
 

@@ -89,14 +89,14 @@ class Memory:
 
 # The first that fits is taken.
 MEMORIES = (
-    Memory(2, 2, 6, 2, 2, 4, 4, 2),
-    Memory(2, 2, 6, 2, 1, 4, 3, 1),
-    Memory(2, 2, 5, 1, 1, 3, 3, 1),
-    Memory(2, 2, 3, 2, 1, 2, 3, 1),
-    Memory(2, 2, 3, 1, 1, 2, 2, 1),
-    Memory(2, 1, 3, 1, 1, 2, 2, 1),
-    Memory(1, 2, 3, 1, 1, 2, 2, 1),
-    Memory(1, 1, 2, 1, 1, 1, 1, 1),
+    Memory(2, 2, 6, 2, own_stages=2, sums=4, slots=4, buffers=2),
+    Memory(2, 2, 6, 2, own_stages=1, sums=4, slots=3, buffers=1),
+    Memory(2, 2, 5, 1, own_stages=1, sums=3, slots=3, buffers=1),
+    Memory(2, 2, 3, 2, own_stages=1, sums=2, slots=3, buffers=1),
+    Memory(2, 2, 3, 1, own_stages=1, sums=2, slots=2, buffers=1),
+    Memory(2, 1, 3, 1, own_stages=1, sums=2, slots=2, buffers=1),
+    Memory(1, 2, 3, 1, own_stages=1, sums=2, slots=2, buffers=1),
+    Memory(1, 1, 2, 1, own_stages=1, sums=1, slots=1, buffers=1),
 )
 
 

@@ -65,7 +65,9 @@ def run(plan: Plan, x_MK: jax.Array, w: jax.Array, exponent) -> tuple[jax.Array,
     def body(x_g, w_g, m_g, e_g, y_g, largest_g, terms_g, sums_g, own_g, *refs):
         s = dict(zip(scratch, refs))
         role, cta = lax.axis_index(ROLE), lax.axis_index(CTA)
-        hands = Hands(plan, s, frames, terms_g, sums_g, own_g, lambda: e_g[0] if has_exponent else None)
+        hands = Hands(
+            plan, s, frames, terms_g, sums_g=sums_g, own_g=own_g, exponent=lambda: e_g[0] if has_exponent else None
+        )
         roles = [*[functools.partial(hands.multiply, i) for i in range(WORKERS)], functools.partial(hands.add_up, y_g)]
         for i, work in enumerate(roles):
 

@@ -48,7 +48,7 @@ def _run(fmt, x_MK, w, exponent, transposed, **where):
     (m, k), (n, inner) = x_MK.shape, w.shape if transposed else w.shape[::-1]
     if inner != k or x_MK.dtype != w.dtype:
         raise ValueError(f"x {x_MK.dtype}{list(x_MK.shape)} and w {w.dtype}{list(w.shape)} have no product")
-    if (reason := obstacle(fmt, m, k, n, str(x_MK.dtype), where["ranks"])) is not None:
+    if (reason := obstacle(fmt, m, k, n, dtype=str(x_MK.dtype), ranks=where["ranks"])) is not None:
         raise ValueError(reason)
     plan = Plan(fmt, m, k, n, transposed, **where)
     exponent = None if exponent is None or fmt.scale != "ue5m3" else jnp.asarray(exponent, jnp.int32)[None]

@@ -44,7 +44,7 @@ def reduce_decode(fmt: Format, geometry: Geometry, wires, x, rank, exponent=None
     if dtype is not None:
         x = x.astype(dtype)
     call = _Call(fmt, "reduce", geometry, x.dtype, exponent, ranks=wires.shape[0], own=True)
-    return call.decode(1, geometry.per_message, x.dtype, x, wires, _scalar(rank))
+    return call.decode(1, geometry.per_message, x.dtype, x, wires=wires, rank=_scalar(rank))
 
 
 def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None) -> jax.Array:
@@ -53,7 +53,7 @@ def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None) -> jax.Array:
     check_operands(fmt, Geometry(n * ranks, ranks, n), wires=wires, dtype=dtype)
     geometry = Geometry(n, 1, n)
     call = _Call(fmt, "decode", geometry, dtype, exponent, ranks=ranks if ranks > 1 else 0)
-    return call.decode(1, n, dtype, call.nothing, wires, call.nothing)
+    return call.decode(1, n, dtype, call.nothing, wires=wires, rank=call.nothing)
 
 
 def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None) -> jax.Array:
@@ -62,14 +62,16 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None) -> jax.
         return decode_into(fmt, geometry, wires, jnp.zeros((geometry.elements,), dtype), exponent)
     check_operands(fmt, geometry, wires=wires, dtype=dtype)
     call = _Call(fmt, "decode", geometry, dtype, exponent)
-    return call.decode(geometry.messages, geometry.elements, dtype, call.nothing, wires, call.nothing)
+    return call.decode(geometry.messages, geometry.elements, dtype, call.nothing, wires=wires, rank=call.nothing)
 
 
 def decode_into(fmt: Format, geometry: Geometry, wires, into, exponent=None) -> jax.Array:
     """As `decode`, over the elements of `into`, dtype[S], that the messages hold; the others stay."""
     check_operands(fmt, geometry, into, wires)
     call = _Call(fmt, "decode", geometry, into.dtype, exponent)
-    return call.decode(geometry.messages, geometry.elements, into.dtype, into, wires, call.nothing, {0: 0})
+    return call.decode(
+        geometry.messages, geometry.elements, into.dtype, into, wires=wires, rank=call.nothing, aliases={0: 0}
+    )
 
 
 class _Call:
@@ -113,7 +115,7 @@ class _Call:
         y = jax.ShapeDtypeStruct((n_out,), dtype)
         arrays = [x, wires, rank, self.exponent]
         grid = (self.programs(messages),)
-        return self._launch("decode_kernel", arrays, (*self.sizes, -messages), [y], grid, aliases)[0]
+        return self._launch("decode_kernel", arrays, (*self.sizes, -messages), [y], grid=grid, aliases=aliases)[0]
 
     def _message_maxima(self, messages, x, wires, rank):
         """Bits of each message's largest finite block maximum, int32[P]; zeros where the exponent is known."""
@@ -123,7 +125,18 @@ class _Call:
         return jnp.max(maxima, axis=1)
 
     def _launch(self, kernel, arrays, sizes, outputs, grid, aliases=None):
-        return launch(Launch(kernel, arrays, sizes, outputs, grid, self.recipe, self.tuning.warps, aliases or {}))
+        return launch(
+            Launch(
+                kernel,
+                arrays,
+                sizes,
+                outputs,
+                grid=grid,
+                recipe=self.recipe,
+                warps=self.tuning.warps,
+                aliases=aliases or {},
+            )
+        )
 
 
 def _scalar(value) -> jax.Array:

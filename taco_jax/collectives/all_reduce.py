@@ -45,7 +45,7 @@ def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     chunks = cut(dispatch.Geometry(x.size, 1, x.size), message.chunks, codec.block)
     send = lambda wires: gather(message, wires[0], "invarying")
     own = [] if message.feedback else None
-    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key, send, own)
+    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=send, own=own)
     gathered = yield gathered
     pieces = [
         dispatch.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
@@ -68,16 +68,16 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     chunks = cut(share, message.chunks, codec.block)
     own = [] if message.feedback else None
     swapped = lambda wires: swap(message, wires)
-    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, swapped, own)
+    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=swapped, own=own)
     arrived = yield arrived
     gathered, lost = [], []
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
         wire, measure = dispatch.reduce_encode(
-            codec, geometry, received, x_S, rank, exponent, message.key(key, 1, k), with_stats=message.with_stats,
-            backend=message.backend,
+            codec, geometry, received, x_S, rank=rank, exponent=exponent, key=message.key(key, 1, k),
+            with_stats=message.with_stats, backend=message.backend,
         )  # fmt: skip
         if message.feedback:
-            lost.append(residuals.of_share(message, geometry, received, x_S, rank, exponent, wire))
+            lost.append(residuals.of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
@@ -86,7 +86,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     gathered = yield gathered
     y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
     if message.feedback:
-        error_S = residuals.of_wires(message, chunks, own, x_S, exponent, (rank, lost))
+        error_S = residuals.of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -96,9 +96,11 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
     chunks = cut(dispatch.Geometry(p * n, p, n), message.chunks, codec.block)
-    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key, lambda wires: swap(message, wires))
+    arrived, measures, hops = send_chunks(
+        message, chunks, x_S, exponent, key=key, send=lambda wires: swap(message, wires)
+    )
     pieces = [
-        dispatch.reduce_decode(codec, geometry, received, x_S, rank, exponent, backend=message.backend)
+        dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, backend=message.backend)
         for geometry, received in zip(chunks, arrived)
     ]
     message.record("psum_scatter", p * n, x_PN.dtype, hops)

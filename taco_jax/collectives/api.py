@@ -113,7 +113,7 @@ def all_gather(x, axis_name: AxisName, *, compression, axis_index_groups=None, a
         dim = _dim("axis", axis, x.ndim if tiled else x.ndim + 1)
         if not _is_float(x):
             plain = lambda: lax.all_gather(x, axis_name, axis=dim, tiled=tiled, to=to)
-            return _exact(site, "all_gather", axis_name, x, plain, ranks)
+            return _exact(site, "all_gather", axis_name, x, run=plain, ranks=ranks)
         own = {"dims": (dim,), "tiled": tiled, "to": to}
         return _call("all_gather", x, site, call, **own)
 

@@ -219,8 +219,10 @@ def add(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     bf16 = share * elements * 2
     table.add(
-        Row(site, direction, op, axes, ranks, elements, str(dtype), codec, kind, calls, sent * calls, bf16 * calls, hlo,
-            levels, how)
+        Row(
+            site, direction, op, axes, ranks=ranks, elements=elements, dtype=str(dtype), codec=codec, kind=kind,
+            calls=calls, bytes=sent * calls, bytes_bf16=bf16 * calls, hlo=hlo, levels=levels, how=how,
+        )
     )  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def exact(site: str, direction: str, op: str, axis, x, *, kind: str = "other") -
 
     `x` is the full tensor (or its ShapeDtypeStruct); `op` the jax.lax name.
     """
-    add(site, direction, op, axis, lax.axis_size(axis), math.prod(x.shape), x.dtype, kind=kind)
+    add(site, direction, op, axis, ranks=lax.axis_size(axis), elements=math.prod(x.shape), dtype=x.dtype, kind=kind)
 
 
 HLO_OPCODE = {

@@ -59,7 +59,7 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     x_S = to_varying(x, message.axis).reshape(-1)
 
     send = lambda wires: swap(inner, wires.reshape(local, -1))
-    arrived, measures, sent_inside = send_chunks(inner, chunks, x_S, exponent, levels.inner_key, send)
+    arrived, measures, sent_inside = send_chunks(inner, chunks, x_S, exponent, key=levels.inner_key, send=send)
     arrived = yield arrived
     sums = [levels.sums_of_host(received, x_S, g) for g, received in zip(chunks, arrived)]
     run = _exchange if outer.in_one_shot else _two_shot
@@ -92,7 +92,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
         wires_LHW = wires_PW.reshape(outer.ranks, inner.ranks, -1).swapaxes(0, 1)
         return swap(inner, wires_LHW.reshape(inner.ranks, -1))
 
-    arrived, measures, sent_inside = send_chunks(inner, chunks, x_S, exponent, levels.inner_key, send)
+    arrived, measures, sent_inside = send_chunks(inner, chunks, x_S, exponent, key=levels.inner_key, send=send)
     pieces, sent_between, gathered = [], [], []
     for k, (chunk, received) in enumerate(zip(chunks, arrived)):
         sums_HN = levels.sums_of_hosts_rows(received, x_S, chunk)
@@ -105,7 +105,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
         pieces.append((whole, sums_HN.reshape(-1)))
     pieces = [
         dispatch.reduce_decode(
-            outer.codec, whole, received, sums, outer.rank, levels.outer_exponent, backend=message.backend
+            outer.codec, whole, received, sums, rank=outer.rank, exponent=levels.outer_exponent, backend=message.backend
         ).astype(x_PN.dtype)
         for (whole, sums), received in zip(pieces, gathered)
     ]  # fmt: skip
@@ -120,7 +120,9 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str) -> tuple[
     x_S = to_varying(x, message.axis).reshape(-1)
     chunks = cut(Geometry(n, 1, n), message.chunks, outer.codec.block)
     send = lambda wires: gather(outer, wires[0], "varying")
-    arrived, measures, sent_between = send_chunks(outer, chunks, x_S, levels.outer_exponent, levels.outer_key, send)
+    arrived, measures, sent_between = send_chunks(
+        outer, chunks, x_S, levels.outer_exponent, key=levels.outer_key, send=send
+    )
     gathered, sent_inside = [], []
     for wires_HW in arrived:
         wires_LHW, sent = gather(inner, after(gathered, wires_HW), "varying")
@@ -146,8 +148,8 @@ def _two_shot(levels: _Levels, chunks, sums):
     arrived = yield arrived
     for k, (received, x_S) in enumerate(zip(arrived, sums)):
         wire, measure = dispatch.reduce_encode(
-            outer.codec, levels.of_host(chunks[k]), received, x_S, outer.rank, levels.outer_exponent,
-            outer.key(levels.outer_key, 1, k), with_stats=outer.with_stats, backend=outer.backend,
+            outer.codec, levels.of_host(chunks[k]), received, x_S, rank=outer.rank, exponent=levels.outer_exponent,
+            key=outer.key(levels.outer_key, 1, k), with_stats=outer.with_stats, backend=outer.backend,
         )  # fmt: skip
         wires, some = gather(outer, after(gathered, wire), "varying")
         gathered.append(wires)
@@ -225,6 +227,6 @@ class _Levels:
 
     def _sum(self, geometry: Geometry, wires_LW: jax.Array, x_S: jax.Array) -> jax.Array:
         return dispatch.reduce_decode(
-            self.inner.codec, geometry, wires_LW, x_S, self.inner.rank, self.exponent, dtype=jnp.float32,
+            self.inner.codec, geometry, wires_LW, x_S, rank=self.inner.rank, exponent=self.exponent, dtype=jnp.float32,
             backend=self.inner.backend,
         )  # fmt: skip

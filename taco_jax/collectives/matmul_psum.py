@@ -81,7 +81,7 @@ def takes(product: Product, x, w) -> bool:
     if not nvlink.takes(message, "all_reduce", jax.ShapeDtypeStruct((m * n,), x.dtype)):
         return False
     fmt = dispatch.to_format(message.codec)
-    reason = kernels.obstacle(fmt, m, x.shape[-1], n, str(x.dtype), message.ranks)
+    reason = kernels.obstacle(fmt, m, x.shape[-1], n, dtype=str(x.dtype), ranks=message.ranks)
     chosen = ("nvlink", "a product and its sum are one kernel") if reason is None else ("separate", reason)
     dispatch.note(message.codec, "product and sum", chosen)
     return reason is None

@@ -122,8 +122,8 @@ class Message:
             levels = tuple(comm_log.Level(n, m.ranks, m.codec.name, _sent(some, m.ranks)) for n, m, some in of_levels)
         sent = sum(level.bytes for level in levels) if levels else _sent(hops, self.ranks)
         comm_log.add(
-            self.label.site, self.label.direction, op, self.axis, self.ranks, elements, dtype, levels=levels,
-            how=self.how if op == "psum" else ("", ""),
+            self.label.site, self.label.direction, op, self.axis, ranks=self.ranks, elements=elements, dtype=dtype,
+            levels=levels, how=self.how if op == "psum" else ("", ""),
             codec=self.codec.name, calls=self.label.calls, sent=sent, hlo=tuple((o, "uint8", n) for o, n in all_hops),
         )  # fmt: skip
 

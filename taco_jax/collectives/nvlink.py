@@ -104,7 +104,16 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     if whole < x.size:
         label, n = message.label, x.size - whole
         exact = {"kind": "other", "calls": label.calls}
-        comm_log.add(label.site, label.direction, "psum", axis, message.ranks, n, jnp.dtype(jnp.float32), **exact)
+        comm_log.add(
+            label.site,
+            label.direction,
+            "psum",
+            axis,
+            ranks=message.ranks,
+            elements=n,
+            dtype=jnp.dtype(jnp.float32),
+            **exact,
+        )
     (y,) = yield [y]
     return y.reshape(x.shape), measure
 

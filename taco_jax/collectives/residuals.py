@@ -33,6 +33,6 @@ def of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, shar
 def of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
     """The sum of a chunk of the own share less what its wire says, x's dtype[chunk]."""
     codec, options = message.codec, {"backend": message.backend}
-    sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank, exponent, **options)
+    sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, **options)
     said_N = dispatch.sum_decode(codec, wire[None], geometry.per_message, x_S.dtype, exponent, **options)
     return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)

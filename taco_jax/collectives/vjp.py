@@ -115,7 +115,7 @@ def as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:
 def _forward(op: Operation, x, exponents, key):
     if op.name == "copy":
         return to_varying(x, op.forward.axis), None
-    return _run(op.name, op, op.forward, x, None if exponents is None else exponents[0], key)
+    return _run(op.name, op, op.forward, x, exponent=None if exponents is None else exponents[0], key=key)
 
 
 def _backward(op: Operation, ct, exponents, key):
@@ -133,7 +133,7 @@ def _backward(op: Operation, ct, exponents, key):
         op = dataclasses.replace(op, dims=op.dims[::-1])
     if op.name == "ppermute":
         op = dataclasses.replace(op, perm=tuple((d, s) for s, d in op.perm))
-    return _run(inverse, op, message, ct, exponent, key)
+    return _run(inverse, op, message, ct, exponent=exponent, key=key)
 
 
 def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[jax.Array, Any]:
@@ -191,7 +191,7 @@ def _all_gather(op, message, x, exponent, key):
     kind = hierarchical if message.local else gather_permute
     separate = lambda x, exponent: kind.all_gather(message, x, exponent, key, op.to)
     if nvlink.takes(message, "all_gather", x):
-        y, measure = nvlink.all_gather(message, x, exponent, key, op.to, separate)
+        y, measure = nvlink.all_gather(message, x, exponent, key, to=op.to, separate=separate)
     else:
         y, measure = separate(x, exponent)
     return _join(y, dim, op.tiled), measure
@@ -234,4 +234,13 @@ def _join(y, dim: int, tiled: bool):
 
 def _record_exact(op: str, message: Message, x, elements: int) -> None:
     label = message.label
-    comm_log.add(label.site, label.direction, op, message.axis, message.ranks, elements, x.dtype, calls=label.calls)
+    comm_log.add(
+        label.site,
+        label.direction,
+        op,
+        message.axis,
+        ranks=message.ranks,
+        elements=elements,
+        dtype=x.dtype,
+        calls=label.calls,
+    )

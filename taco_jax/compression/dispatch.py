@@ -87,8 +87,8 @@ def choose(
     if codec.exact:
         return "jax.lax", "codec none sends values as they are"
     spec = KernelSpec(
-        operation, codec.name, codec.element, _block(codec), codec.rotation, codec.scale, str(jnp.dtype(dtype)),
-        elements, codec.rounding, geometry,
+        operation, codec.name, codec.element, _block(codec), rotation=codec.rotation, scale=codec.scale,
+        dtype=str(jnp.dtype(dtype)), elements=elements, rounding=codec.rounding, geometry=geometry,
     )  # fmt: skip
     return choose_kernel(spec, device, force=None if backend == "auto" else backend)
 
@@ -122,7 +122,7 @@ def _kernels(codec, operation, dtype, elements, backend, geometry=None, with_sta
     """The kernel package that runs an operation here, None for jnp."""
     if with_stats:
         return None
-    name = implementation(codec, operation, dtype, elements, backend, geometry)
+    name = implementation(codec, operation, dtype, elements, backend=backend, geometry=geometry)
     return None if name == "jnp" else load_kernels(name)
 
 
@@ -142,8 +142,8 @@ def encode(
         return _typed(wires, *inputs), _typed(largest[None], *inputs)
 
     inputs = x_S, exponent, key
-    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend, geometry, with_stats)
-    return _where_it_can(codec, exponent, kernels, kernel, reference, inputs)
+    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend=backend, geometry=geometry, with_stats=with_stats)
+    return _where_it_can(codec, exponent, kernels, kernel, reference=reference, inputs=inputs)
 
 
 def reduce_encode(
@@ -157,12 +157,15 @@ def reduce_encode(
 
     def kernel():
         seed = codec.seed(key)
-        wire, largest = kernels.reduce_encode(to_format(codec), geometry, wires, x_S, rank, _scalar(exponent), seed)
+        own = {"rank": rank, "exponent": _scalar(exponent), "seed": seed}
+        wire, largest = kernels.reduce_encode(to_format(codec), geometry, wires, x_S, **own)
         return _typed(wire, *inputs), _typed(largest[None], *inputs)
 
     inputs = wires, x_S, rank, exponent, key
-    kernels = _kernels(codec, "reduce", x_S.dtype, geometry.per_message, backend, geometry, with_stats)
-    return _where_it_can(codec, exponent, kernels, kernel, reference, inputs)
+    kernels = _kernels(
+        codec, "reduce", x_S.dtype, geometry.per_message, backend=backend, geometry=geometry, with_stats=with_stats
+    )
+    return _where_it_can(codec, exponent, kernels, kernel, reference=reference, inputs=inputs)
 
 
 def reduce_decode(
@@ -171,20 +174,20 @@ def reduce_decode(
     """Wires of P ranks and the own x -> the sum dtype[N]; dtype: x's by default, or float32."""
     dtype = jnp.dtype(x_S.dtype if dtype is None else dtype)
     # What fits with x as wide as the sum fits with a narrower one.
-    kernels = _kernels(codec, "reduce", dtype, geometry.per_message, backend, geometry)
+    kernels = _kernels(codec, "reduce", dtype, geometry.per_message, backend=backend, geometry=geometry)
     if kernels is None:
         z_MB = _sum_blocks(codec, wires, _own(x_S, geometry, rank), rank, exponent)
         return codec.from_blocks(z_MB, geometry.per_message, dtype)
-    exponent, wider = _scalar(exponent), {} if dtype == x_S.dtype else {"dtype": dtype}
-    y_N = kernels.reduce_decode(to_format(codec, encodes=False), geometry, wires, x_S, rank, exponent, **wider)
-    return _typed(y_N, wires, x_S, rank, exponent)
+    own = {"rank": rank, "exponent": _scalar(exponent)} | ({} if dtype == x_S.dtype else {"dtype": dtype})
+    y_N = kernels.reduce_decode(to_format(codec, encodes=False), geometry, wires, x_S, **own)
+    return _typed(y_N, wires, x_S, rank, own["exponent"])
 
 
 def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, backend="auto") -> jax.Array:
     """Wires of P ranks -> the sum of what they say, dtype[N], in f32 and rank order (one-shot: own wire too)."""
     # A sum of P wires, to what may become of it: what hinders a reduction hinders it.
     p = wires.shape[0]
-    kernels = _kernels(codec, "reduce", dtype, n, backend, Geometry(p * n, p, n))
+    kernels = _kernels(codec, "reduce", dtype, n, backend=backend, geometry=Geometry(p * n, p, n))
     if kernels is None:
         z_PMB = codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent)
         return codec.from_blocks(_in_rank_order(list(z_PMB)), n, dtype)
@@ -194,7 +197,7 @@ def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, 
 
 def decode(codec: Codec, geometry: Geometry, wires: jax.Array, dtype, exponent=None, *, backend="auto") -> jax.Array:
     """Wires uint8[P, wire_bytes(N)] of messages that lie side by side -> dtype[S]."""
-    kernels = _kernels(codec, "decode", dtype, geometry.elements, backend, geometry)
+    kernels = _kernels(codec, "decode", dtype, geometry.elements, backend=backend, geometry=geometry)
     if kernels is None:
         n = geometry.per_message
         y_S = codec.from_blocks(codec.decode_blocks(wires, codec.n_blocks(n), exponent=exponent), n, dtype).reshape(-1)
@@ -214,7 +217,7 @@ def decode_chunks(
     if len(geometries) == 1:
         return decode(codec, geometries[0], wires[0], dtype, exponent, backend=backend)
     first = geometries[0]
-    kernels = _kernels(codec, "decode", dtype, first.elements, backend, first)
+    kernels = _kernels(codec, "decode", dtype, first.elements, backend=backend, geometry=first)
     if hasattr(kernels, "decode_into"):
         exponent = _scalar(exponent)
         y_S = lax.empty((first.elements,), dtype)

@@ -55,7 +55,7 @@ class Programs:
         config, layout = self.config, self._prefill_layout
 
         def run(params, tokens_BL, lengths_B, rows):
-            logits_BV, cache = forward.prefill(params, tokens_BL, lengths_B, slots, config, layout)
+            logits_BV, cache = forward.prefill(params, tokens_BL, lengths_B, slots, config=config, layout=layout)
             return _next(logits_BV, lengths_B, rows, greedy), cache
 
         arguments = self._ints(batch, length), self._ints(batch), self._rows(batch)
@@ -70,7 +70,7 @@ class Programs:
         config, layout = self.config, self._decode_layout
 
         def run(params, tokens_B, positions_B, rows, cache):
-            logits_BV, cache = forward.decode(params, tokens_B, positions_B, cache, config, layout)
+            logits_BV, cache = forward.decode(params, tokens_B, positions_B, cache, config=config, layout=layout)
             return _next(logits_BV, positions_B + 1, rows, greedy), positions_B + 1, cache
 
         heads = max(config.n_kv_heads, self.mesh.shape["tp"])

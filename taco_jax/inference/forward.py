@@ -45,7 +45,7 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
             kept.extend((k_BLKH, v_BLKH))
             return causal(par)(q_BLNH, k_BLKH, v_BLKH)
 
-        return _layer(stream, of_layer, angles_LH, config, layout, attend, sites_of), tuple(kept)
+        return _layer(stream, of_layer, angles_LH, config, layout=layout, attend=attend, sites_of=sites_of), tuple(kept)
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
@@ -67,10 +67,10 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
             written.append(kv.write(cache, index, positions_B, k_B1KH, v_B1KH))
             return kv.attend(written[0], index, positions_B, q_B1NH)
 
-        stream = _layer(stream, of_layer, angles_B1H, config, layout, attend, sites_of)
+        stream = _layer(stream, of_layer, angles_B1H, config, layout=layout, attend=attend, sites_of=sites_of)
         return (stream, written[0]), None
 
-    x_B1D = decoder.embed(params, tokens_B[:, None], config, layout.par, {}, positions_B[:, None])
+    x_B1D = decoder.embed(params, tokens_B[:, None], config, layout.par, state={}, positions_BL=positions_B[:, None])
     # The cache is carried, not scanned over: XLA then writes one token into it where it lies.
     (stream, cache), _ = scan_layers(layer, (stream_of(x_B1D, layout), cache), params["layers"], layout)
     return _logits(params, stream, config, layout), cache

@@ -101,7 +101,16 @@ class Generator:
         error_feedback: bool | None = None,
         devices: list | None = None,
     ):
-        self.settings = Settings(tp, compression, plan or {}, min_bytes, dtype, link, backend, error_feedback)
+        self.settings = Settings(
+            tp,
+            compression,
+            plan or {},
+            min_bytes,
+            dtype=dtype,
+            link=link,
+            backend=backend,
+            error_feedback=error_feedback,
+        )
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:

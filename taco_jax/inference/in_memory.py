@@ -52,7 +52,7 @@ class InMemory:
         given, wanted = by_name(self.params), by_name(shapes)
         check_names(given, wanted)
         put = lambda path, shape, target, sharding: _put(
-            name_of(path), given[name_of(path)], shape.shape, target, sharding, config
+            name_of(path), given[name_of(path)], shape.shape, target, sharding=sharding, config=config
         )
         placed = jax.tree_util.tree_map_with_path(put, shapes, targets, shardings)
         # Arrays of the host were looked at one by one.

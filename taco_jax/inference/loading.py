@@ -74,7 +74,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if config.tied_head and _two_tables(tensors, path):
         config = dataclasses.replace(config, tied_head=False)
     tokenizer = read_tokenizer(path / "tokenizer.json", called_special(path))
-    return Checkpoint(path, config, tensors, tokenizer, _eos(path, described, tokenizer), read_template(path))
+    return Checkpoint(
+        path, config, tensors, tokenizer, eos=_eos(path, described, tokenizer), template=read_template(path)
+    )
 
 
 def in_memory(

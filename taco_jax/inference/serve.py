@@ -151,7 +151,9 @@ def _start(config: ServeConfig, service):
     longest = _longest(config.max_length, generator.config.max_length)
     say(f"{config.model} loaded in {time.perf_counter() - begin:.1f} s")
     params = generator.programs.params
-    programs = RowPrograms(generator.config, generator.settings, generator.mesh, params, config.batch, longest)
+    programs = RowPrograms(
+        generator.config, generator.settings, generator.mesh, params, batch=config.batch, longest=longest
+    )
     try:
         programs.compile()
         first = programs.first_token()

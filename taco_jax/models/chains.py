@@ -75,7 +75,7 @@ def one(halves: tuple[Half, ...], par: Parallel) -> Callable:
             out = params[half.name][half.out_name]
             h_BLD = enter(half.norm(x_BLD, params[half.norm_name]), par, state, half.enters)
             u_BLF = half.core(h_BLD, params[half.name], shared)
-            sum_BLD, error_BLD = row_sum(u_BLF, out["kernel"], error_BLD, par, state, half.leaves)
+            sum_BLD, error_BLD = row_sum(u_BLF, out["kernel"], error_BLD, par, state=state, site=half.leaves)
             x_BLD += add_bias(sum_BLD, out)
         return Stream(x_BLD, error_BLD)
 

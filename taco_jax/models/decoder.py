@@ -65,7 +65,7 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     """
     params = use_replicated_params(params, config, par)
     x_BLD = embed(params, tokens_BL, config, par, state)
-    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state)
+    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state)
     return norm(x_BLD, params["final_norm"], config.norm_eps)
 
 
@@ -123,12 +123,12 @@ def halves(config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "
     normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
     return (
         Half(
-            normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par, attend),
-            "attn_norm", "attn", "out", f"{sites_of}/attn/qkv", f"{sites_of}/attn/out",
+            normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par=par, attend=attend),
+            "attn_norm", "attn", out_name="out", enters=f"{sites_of}/attn/qkv", leaves=f"{sites_of}/attn/out",
         ),
         Half(
             normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
-            "mlp_norm", "mlp", "down", f"{sites_of}/mlp/up", f"{sites_of}/mlp/down",
+            "mlp_norm", "mlp", out_name="down", enters=f"{sites_of}/mlp/up", leaves=f"{sites_of}/mlp/down",
         ),
     )  # fmt: skip
 
@@ -141,16 +141,16 @@ def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL
     targets_BL and weights_BL as in `vocab.cross_entropy`.
     """
     x_BLD = forward(params, tokens_BL, config, par, state)
-    return head_loss(params, x_BLD, targets_BL, weights_BL, config, par, state)
+    return head_loss(params, x_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
 
 
 def head_loss(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, config: ModelConfig,
               par: Parallel, state: State) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`loss` of an x_BLD that the final normalisation has made."""
     return vocab_parallel.cross_entropy(
-        x_BLD, _head(params, config), targets_BL, weights_BL, par.axis, par.compression("head"), state.get("head"),
-        vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim, precision=par.precision,
-        site="head",
+        x_BLD, _head(params, config), targets_BL, weights_BL, axis=par.axis, compression=par.compression("head"),
+        scales=state.get("head"), vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim,
+        precision=par.precision, site="head",
     )  # fmt: skip
 
 

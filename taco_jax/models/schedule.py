@@ -40,15 +40,17 @@ def scheduled(halves: tuple[Half, ...], par: Parallel) -> Callable:
 
     @jax.custom_vjp
     def layer(xs, params, state: State, shared):
-        return _forward(halves, par, calls["forward"], xs, params, state, shared)[0]
+        return _forward(halves, par, calls["forward"], xs, params=params, state=state, shared=shared)[0]
 
     def forward(xs, params, state, shared):
-        ys, residuals, measures = _forward(halves, par, calls["forward"], xs, params, state, shared)
+        ys, residuals, measures = _forward(halves, par, calls["forward"], xs, params=params, state=state, shared=shared)
         return ys, (residuals, measures, params, state, shared)
 
     def backward(saved, cts):
         residuals, measures, params, state, shared = saved
-        cts, grads, more = _backward(halves, par, calls["backward"], residuals, params, state, shared, cts)
+        cts, grads, more = _backward(
+            halves, par, calls["backward"], residuals, params=params, state=state, shared=shared, cts=cts
+        )
         slots = {site: _slot(scales, measures.get(site), more.get(site)) for site, scales in state.items()}
         return cts, grads, slots, None
 
@@ -122,7 +124,7 @@ def _forward(halves, par: Parallel, calls: int, xs, params, state: State, shared
         out = params[half.name][half.out_name]
         for i in range(len(xs)):
             link.done(i)
-            use, y_BLD = _run(half, par, link, xs[i], params, shared)
+            use, y_BLD = _run(half, par, link, xs[i], params=params, shared=shared)
             link.send(i, half.leaves, link.overlap_with(y_BLD, last=True), receive(i, out))
             residuals.append(use)
     link.done()

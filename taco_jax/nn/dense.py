@@ -143,7 +143,7 @@ def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None, 
     if in_region():
         check_region(dense.axis, NAME)
         _check_local(dense, x, kernel, sizes)
-        return _local(dense, x, kernel, bias, exponents, slot)
+        return _local(dense, x, kernel, bias, exponents=exponents, slot=slot)
     mesh = known_mesh(dense)
     if mesh is None:
         raise ValueError(

@@ -138,4 +138,6 @@ class CompressedDense(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         scales = None if self.dense.compression is None else SiteScales(self.exponents[...], self.amax_slot[...])
-        return dense.apply(self.dense, x, self.kernel[...], bias, scales, (self.in_features, self.out_features))
+        return dense.apply(
+            self.dense, x, self.kernel[...], bias, scales=scales, sizes=(self.in_features, self.out_features)
+        )

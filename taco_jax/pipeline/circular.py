@@ -37,8 +37,10 @@ def loss(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Pa
     axes = stages.activation_axes(params, par)
     params = decoder.use_replicated_params(params, config, par)
     x_BLD = stages.where_true(stages.is_first(), lambda: decoder.embed(params, tokens_BL, config, par, state), axes)
-    y_BLD = _run(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state, schedule, axes)
-    head = lambda: stages.head_loss(params, y_BLD, targets_BL, weights_BL, config, par, state)
+    y_BLD = _run(
+        params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, schedule=schedule, axes=axes
+    )
+    head = lambda: stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
     return stages.where_true(stages.is_last(), head, axes - {par.axis})
 
 
@@ -64,7 +66,7 @@ def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axe
         sent = used.pop(send.SITE)
         used = {site: send.masked(jax.tree.map(of_chunk, s), live) for site, s in used.items()}
         x_BLD = jnp.where(live, jnp.where(first & (chunk == 0), x_BLD, received_BLD), 0)
-        y_BLD = decoder.layers(jax.tree.map(of_chunk, chunks), x_BLD, length, config, par, used)
+        y_BLD = decoder.layers(jax.tree.map(of_chunk, chunks), x_BLD, length, config, par=par, state=used)
         sends = live & ~(last & (chunk == last_chunk))
         receives = next_live & ~(first & (next_chunk == 0))
         return send.send(y_BLD, sent, sends, receives, par, ring=ring), y_BLD

@@ -41,10 +41,10 @@ def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par
 
         def run_layers():
             of_chunk = lambda tree: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False), tree)
-            return decoder.layers(of_chunk(chunks), x_BLD, tokens_BL.shape[-1], config, par, of_chunk(scales))
+            return decoder.layers(of_chunk(chunks), x_BLD, tokens_BL.shape[-1], config, par=par, state=of_chunk(scales))
 
         def head():
-            return stages.head_loss(params, y_BLD, targets_BL, weights_BL, config, par, state)
+            return stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
 
         x_BLD = lax.cond(live & first & (chunk == 0), embed, lambda: received_BLD)
         y_BLD = stages.where_true(live, run_layers, axes)

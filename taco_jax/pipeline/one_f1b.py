@@ -76,12 +76,12 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
 
     def run_layers(params, x_BLD, slots):
         with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
-            return decoder.layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par, state(slots))
+            return decoder.layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state(slots))
 
     def head_loss(params, y_BLD, slots, m):
         _, targets_BL, weights_BL = microbatch(m)
         with comm_log.repeat(schedule.microbatches):
-            nll, _ = stages.head_loss(params, y_BLD, targets_BL, weights_BL, config, par, state(slots))
+            nll, _ = stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state(slots))
         return to_varying(scale * nll, loss_axes)
 
     layer_slots = {s: slot for s, slot in slots.items() if s in decoder.LAYER_SITES}

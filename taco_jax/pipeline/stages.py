@@ -87,7 +87,7 @@ def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Arr
 def head_loss(params, x_BLD: jax.Array, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: State):
     """`decoder.head_loss` of what the last stage's layers made."""
     x_BLD = norm(x_BLD, params["final_norm"], config.norm_eps)
-    return decoder.head_loss(params, x_BLD, targets_BL, weights_BL, config, par, state)
+    return decoder.head_loss(params, x_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
 
 
 def activation_axes(params, par: Parallel) -> frozenset[str]:

@@ -58,7 +58,8 @@ def memory(program: step_lib.Program) -> Memory:
     )
     return Memory(
         local_bytes(shapes.params), local_bytes(shapes.copy), local_bytes(shapes.opt_state), local_bytes(shapes.scales),
-        program.data_parallel.gradient_bytes, local_bytes(program.batch_shapes), analysis.temp_size_in_bytes, peak,
+        gradients=program.data_parallel.gradient_bytes, batch=local_bytes(program.batch_shapes),
+        temporary=analysis.temp_size_in_bytes, peak=peak,
     )  # fmt: skip
 
 
@@ -261,9 +262,10 @@ def _site_text(program: step_lib.Program) -> str:
     lines = [title, layout.format(*columns)]
     for r in sorted(rows, key=lambda r: (r.kind, r.site)):
         ratio = r.bytes_bf16 / r.bytes if r.bytes else 1.0
+        names = (r.site, r.direction, r.op, "x".join(r.axis), r.codec)
         numbers = (r.calls, f"{r.bytes / 1e6:.3f}", f"{r.bits_per_element:.3f}", f"{ratio:.3f}")
         how = "{} ({})".format(*r.how) if r.how[0] else ""
-        lines.append(layout.format(r.site, r.direction, r.op, "x".join(r.axis), r.codec, *numbers, how).rstrip())
+        lines.append(layout.format(*names, *numbers, how).rstrip())
         for level in r.levels:
             who = f"inside a host, {level.ranks} ranks" if level.name == "inside" else f"between {level.ranks} hosts"
             numbers = (level.codec, r.calls, f"{r.bytes_of(level.name) / 1e6:.3f}", "", "", "")

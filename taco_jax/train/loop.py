@@ -102,7 +102,7 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
         for remark in distributed.first_alone(enter, config.workdir):
             say(remark)
         with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
-            run = Run(config, program, checkpoints, batches, validation_tokens, requests)
+            run = Run(config, program, checkpoints, batches, validation_tokens=validation_tokens, requests=requests)
             try:
                 run.begin()
                 run.announce(mesh, len(train_tokens), len(validation_tokens))

@@ -183,7 +183,15 @@ class Program:
         if dp.has_copy:
             params, copy = masters, jax.tree.map(lambda p: p.astype(dp.copy_dtype), params)
         zero = np.int32(0)
-        return TrainState(zero, params, self._optimizer.init(masters), self._new_scales(), zero, zero, copy)
+        return TrainState(
+            zero,
+            params,
+            self._optimizer.init(masters),
+            self._new_scales(),
+            skipped=zero,
+            skipped_in_a_row=zero,
+            copy=copy,
+        )
 
     def _new_scales(self):
         history = self.config.compression.history
@@ -211,9 +219,9 @@ class Program:
                 transform_non_params=lambda _: P(),
             ),
             replicated(shapes.scales),
-            P(),
-            P(),
-            self._param_specs if dp.has_copy else None,
+            skipped=P(),
+            skipped_in_a_row=P(),
+            copy=self._param_specs if dp.has_copy else None,
         )
         place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
         return jax.tree.map(place, shapes, specs)
@@ -357,7 +365,8 @@ class Program:
         def one_f1b(params, slots, tokens_BL):
             batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
             model = self.config.model, self.parallel, self.schedule_of_stages
-            return pipeline.value_and_grad(params, slots, exponents, *batch, 1 / predicted, *model)
+            arguments = (params, slots, exponents, *batch, 1 / predicted, *model)
+            return pipeline.value_and_grad(*arguments)
 
         explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
         return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))

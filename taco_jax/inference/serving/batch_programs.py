@@ -97,7 +97,7 @@ class RowPrograms(Programs):
 
         def run(params, state, cache, tokens_1L, where, one):
             lengths_1, row = where[:1], where[1]
-            logits_1V, new = forward.prefill(params, tokens_1L, lengths_1, length, config, layout)
+            logits_1V, new = forward.prefill(params, tokens_1L, lengths_1, length, config=config, layout=layout)
             token_1 = sample(logits_1V, lengths_1, one)
             put = lambda rows, value: lax.dynamic_update_slice(rows, value, (row,))
             at = lambda rows, value: lax.dynamic_update_slice(rows, value, (0, row, 0, 0, 0))
@@ -118,7 +118,9 @@ class RowPrograms(Programs):
         config, layout = self.config, self._decode_layout
 
         def run(params, state, cache, live_B):
-            logits_BV, cache = forward.decode(params, state.tokens, state.positions, cache, config, layout)
+            logits_BV, cache = forward.decode(
+                params, state.tokens, state.positions, cache, config=config, layout=layout
+            )
             ahead_B = state.positions + 1
             chosen_B = _choose(logits_BV, ahead_B, state.rows, greedy)
             keep = lambda new, old: jnp.where(live_B, new, old)

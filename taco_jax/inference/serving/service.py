@@ -115,7 +115,16 @@ class Service:
         room = self.longest - len(prompt)
         limit = request.max_tokens or (room if request.messages else DEFAULT_MAX_TOKENS)
         eos = frozenset() if request.ignore_eos else self._generator.checkpoint.eos
-        return Job(prompt, min(limit, room), put, request.temperature, request.top_k, request.top_p, seed, eos)
+        return Job(
+            prompt,
+            min(limit, room),
+            put,
+            request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=seed,
+            eos=eos,
+        )
 
     def _check_sizes(self, request: Request) -> None:
         """Refuses what cannot fit by its bytes, before anything is done with it."""
@@ -169,7 +178,8 @@ class Service:
         if request.messages is not None:
             text, marks = await loop.run_in_executor(self._chats, unless_given_up, self._chat, request)
             threads = self._short if len(text) <= SHORT else self._long
-            return [await loop.run_in_executor(threads, unless_given_up, self._chat_ids, text, marks, request)]
+            ids = functools.partial(unless_given_up, self._chat_ids, text, marks, request)
+            return [await loop.run_in_executor(threads, ids)]
         rows = []
         for prompt in request.prompts:
             threads = self._short if len(prompt) <= SHORT else self._long
