@@ -157,7 +157,7 @@ def test_a_picture_that_cannot_be_written_fails_no_run(whole, tmp_path, capsys):
     (run / "loss.png").unlink()
     (run / "loss.png").mkdir()
     assert train(make_config(run))["step"] == 6
-    assert re.search(r"^no loss curve \(.*cannot be written.*\); metrics", capsys.readouterr().out, re.M)
+    assert re.search(r"^no loss curve \(.*loss.png: must be .*\); metrics", capsys.readouterr().out, re.M)
 
 
 def test_resume_from_an_earlier_step(whole, tmp_path):
