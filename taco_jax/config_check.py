@@ -14,6 +14,7 @@ from taco_jax.config import (
     TrainConfig,
     codec_pair,
     get,
+    keys,
     nearest,
     parse_devices,
     pipeline_schedule,
@@ -36,6 +37,10 @@ def check(config: TrainConfig, *, codecs: Iterable[str] | None = None) -> TrainC
     """
     check_types(config)
     config = with_codecs(config)
+    for key in keys(config):
+        value = get(config, key)
+        if isinstance(value, int) and key not in ("seed", "compression.min_bytes"):
+            _require(value < 1 << 31, config, key, "must be below 2**31")
     for key in (
         "steps",
         "global_batch",
@@ -244,6 +249,10 @@ def _check_codecs(config: TrainConfig, codecs: Iterable[str] | None) -> None:
     keys = ("compression.forward", "compression.backward", "pipeline.forward", "pipeline.backward")
     names = {key: get(config, key) for key in keys}
     for pattern, pair in config.compression.plan.items():
+        if not (isinstance(pattern, str) and isinstance(pair, str)):
+            raise ConfigError(
+                f"compression.plan {pattern!r}: {pair!r}: both must be texts, such as 'layers/*': 'taco:int8h'"
+            )
         forward, backward = codec_pair(pair)
         names |= {
             f"compression.plan {pattern!r} (forward)": forward,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax import sites
+from taco_jax import sites, tiles
 from taco_jax.block_scale import UNCALIBRATED
 from taco_jax.codec import Codec
 from taco_jax.collectives import hosts
@@ -139,7 +139,12 @@ def exponent_of(own: Codec, other: Codec, exponent):
 
 
 def _ratio(own: Codec, other: Codec) -> float:
-    return ELEMENTS[own.element].maximum / ELEMENTS[other.element].maximum
+    return _maximum(own) / _maximum(other)
+
+
+def _maximum(codec: Codec) -> float:
+    # What `tiles` measures is of its 4-bit blocks, whose maximum it takes for all.
+    return (tiles.HIGH if codec.element == tiles.ELEMENT else ELEMENTS[codec.element]).maximum
 
 
 def merge(measures: Sequence[jax.Array]) -> jax.Array:
