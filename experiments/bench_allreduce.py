@@ -13,7 +13,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -96,7 +95,7 @@ def parse(text: str) -> dict[str, tuple[str, str, str]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--operation", default="psum", help=", ".join(OPERATIONS))
     parser.add_argument("--codecs", default="taco,taco:nccl,int8h,int6h,int4h", help="name or name:link:algorithm")

@@ -11,7 +11,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -159,7 +158,7 @@ def plot(results: dict, fastest: float, path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default=",".join(WITH_KERNELS))
     parser.add_argument("--implementations", default="auto", help="mosaic,triton or auto: what the device takes")

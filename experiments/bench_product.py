@@ -15,7 +15,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ PRODUCTS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="taco,int4h", help="names of codecs")
     parser.add_argument("--rounds", type=int, default=25)

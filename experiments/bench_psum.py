@@ -11,7 +11,6 @@ output    OUT/README.md (hardware, link, commit, command, table), OUT/summary.js
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -71,7 +70,7 @@ def parse(codecs: str) -> dict[str, tuple[str, int, str]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", default="taco,int6h,int4h", help="name or name:chunks or name:chunks:exchange")
     parser.add_argument("--megaelements", default="1,4,16,64,128")

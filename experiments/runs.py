@@ -5,7 +5,6 @@ Their main functions run under `taco_jax.config.cli.run`: a ConfigError is one l
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import math
@@ -230,7 +229,6 @@ def header(title: str, named_commit: str | None = None) -> list[str]:
     ]
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str) -> cli.Parser:
     """For a study's arguments. Others are the trainer's: none may be taken for the start of one of the study's."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)
+    return cli.Parser(description=description)

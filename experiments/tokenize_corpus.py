@@ -9,7 +9,6 @@ merges alone: 256 bytes, one token for each merge, <|endoftext|>.
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import sys
@@ -68,7 +67,7 @@ def check(corpus: Path, merges: Path):
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--merges", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -202,6 +202,15 @@ def test_choosing_a_step(tmp_path, make_mesh):
         checkpoints.save(6, state, {})
         assert checkpoints.set_aside_after(4) != [] and checkpoints.set_aside_after(4) == []
     assert sorted(path.name for path in (tmp_path / "c.aside").iterdir()) == ["6", "6.aside-1"]
+    shutil.rmtree(tmp_path / "c.aside")
+    (tmp_path / "c.aside").touch()
+    with Checkpoints(tmp_path / "c", CheckpointConfig(keep=2)) as checkpoints:
+        checkpoints.save(6, state, {})
+        with pytest.raises(
+            CheckpointError, match="c.aside: is a file, and later checkpoints need a folder of that name"
+        ):
+            checkpoints.set_aside_after(4)
+        assert checkpoints.steps() == [4, 6]
 
 
 def largest(folder, pattern):
@@ -345,6 +354,47 @@ def test_a_record_says_its_step_and_whether_it_is_whole(tmp_path, make_mesh):
         old = {k: v for k, v in json.loads(written).items() if k in ("data", "seed")} | {"step": 7}
         record.write_text(json.dumps(old))
         assert restore(checkpoints, 7)[1] == {"step": 7, **run}
+
+
+def test_a_checkpoint_of_another_run_is_noticed(tmp_path, make_mesh):
+    """Of the same model and step. A workdir that was moved keeps its settings, and earlier records have no digest."""
+    state, shapes = put(make_state(), make_mesh()), place(make_state(), make_mesh())
+    for name, seed in (("a", 0), ("b", 1)):
+        open_workdir(TrainConfig(workdir=str(tmp_path / name), seed=seed))
+        with Checkpoints(tmp_path / name / "checkpoints", CheckpointConfig()) as checkpoints:
+            for step in (3, 4):
+                checkpoints.save(step, state, {"seed": seed})
+    shutil.copytree(tmp_path / "a", tmp_path / "moved")
+    for name in ("a", "moved"):
+        shutil.rmtree(tmp_path / name / "checkpoints" / "4")
+    shutil.copytree(tmp_path / "b" / "checkpoints" / "4", tmp_path / "a" / "checkpoints" / "4")
+    restore = lambda folder, step: folder.restore(step, shapes, VOCAB, no_fresh_scales)[1]
+    with Checkpoints(tmp_path / "a" / "checkpoints", CheckpointConfig()) as checkpoints:
+        message = r"checkpoints/4: is that of another run \(.*/a/config.json\); move it away, or go on .*resume-step 3$"
+        with pytest.raises(CheckpointError, match=message):
+            restore(checkpoints, 4)
+    with Checkpoints(tmp_path / "moved" / "checkpoints", CheckpointConfig()) as checkpoints:
+        assert restore(checkpoints, 3) == {"step": 3, "seed": 0}
+    (tmp_path / "a" / "config.json").unlink()
+    with Checkpoints(tmp_path / "a" / "checkpoints", CheckpointConfig()) as checkpoints:
+        assert restore(checkpoints, 4) == {"step": 4, "seed": 1}
+
+
+def test_a_folder_that_orbax_cannot_open_is_one_line(tmp_path, make_mesh):
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, put(make_state(), make_mesh()), {})
+    times = tmp_path / "c" / "1" / "_CHECKPOINT_METADATA"
+    times.write_text("[]")
+    with pytest.raises(
+        CheckpointError, match=r"c: cannot be read \(.*\); a file _CHECKPOINT_METADATA in it is damaged"
+    ):
+        Checkpoints(tmp_path / "c", CheckpointConfig())
+    times.unlink()
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        assert checkpoints.restore(1, place(make_state(), make_mesh()), VOCAB, no_fresh_scales)[1] == {"step": 1}
+    for enabled in (True, False):
+        with pytest.raises(CheckpointError, match="metadata: is a file, and checkpoints need a folder of that name"):
+            Checkpoints(tmp_path / "c" / "1" / "run" / "metadata", CheckpointConfig(enabled=enabled))
 
 
 def test_digests_depend_on_values_and_places_alone(make_mesh):

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_both_codecs_none_is_exact_but_for_what_has_its_own():
         (["--learning-rte", "1"], "did you mean --optimizer.learning-rate?"),
         (["--steps", "abc"], "--steps: 'abc' is no whole number, such as 2"),
         (["--optimizer.beta1", "x"], "--optimizer.beta1: 'x' is no number, such as 0.1"),
-        (["--compression.min-bytes", "x"], "--compression.min-bytes: 'x' must be one of {None}|INT"),
+        (["--compression.min-bytes", "x"], "--compression.min-bytes: 'x' must be None or a whole number"),
         (["--steps"], "Missing value for argument '--steps'"),
         (["five"], "Unrecognized options: five"),
         (["--model.n-heads", "0"], "n_heads=0: must be an integer of at least 1"),
@@ -179,6 +180,28 @@ def test_missing_experiment_file_names_the_nearest(tmp_path):
         cli.load(tmp_path / "quikstart.py")
 
 
+@pytest.mark.parametrize(
+    "text, line, why",
+    [("import sys\nsys.exit()", 2, "None"), ("raise SystemExit('no data')", 1, "no data")],
+)
+def test_an_experiment_file_that_ends_python_is_no_success(tmp_path, text, line, why):
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    message = rf"a.py line {line}: ends Python \(SystemExit: {why}\) before it has assigned a TrainConfig"
+    with pytest.raises(ConfigError, match=message):
+        cli.load(path)
+
+
+def test_folders_and_names_that_no_file_can_have(tmp_path, capsys):
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(ConfigError, match="folder.py: is a folder; give a .py file"):
+        cli.load(tmp_path / "folder.py")
+    with pytest.raises(ConfigError, match="other.py: no such file; give a .py file"):
+        cli.load(tmp_path / "other.py")
+    assert cli.run(lambda _: Path("x" * 300).stat(), []) == 2
+    assert capsys.readouterr().err == f"error: {'x' * 300}: File name too long; use a shorter path\n"
+
+
 def test_what_is_no_experiment_file_says_what_would_work(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
@@ -217,6 +240,8 @@ def test_the_floor_of_the_learning_rate_follows_it():
         ({"mesh.tp": 3}, "8 heads, 4 kv heads: tp 3 does not divide 8; try 1, 2, 4 or 8"),
         ({"mesh.tp": 16}, "try 1, 2, 4 or 8"),
         ({"mesh.dp": 0}, "mesh.dp=0: must be at least 1"),
+        ({"steps": 1 << 31}, "steps=2147483648: must be below 2**31"),
+        ({"compression.plan": {"layers/*": 5}}, "compression.plan 'layers/*': 5: both must be texts, such as"),
         ({"mesh.pp": 3}, "mesh.pp=3: must divide the 4 layers of the model (model.n_layers); try 1, 2 or 4"),
         ({"pipeline.schedule": "1f1"}, "pipeline.schedule='1f1': did you mean '1f1b'? (one of gpipe, circular, 1f1b)"),
         ({"pipeline.microbatches": 0}, "pipeline.microbatches=0: must be at least 1"),
@@ -420,6 +445,8 @@ def test_parse_devices():
     assert parse_devices("cpu") == ("cpu", None)
     assert parse_devices("gpu") == parse_devices("cuda") == ("cuda", None)
     assert parse_devices(None) == (None, None)
+    with pytest.raises(ConfigError, match="devices='cpu:9999999': at most 4096 devices are emulated; try 'cpu:8'"):
+        parse_devices("cpu:9999999")
 
 
 @pytest.mark.parametrize(

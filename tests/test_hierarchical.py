@@ -23,6 +23,7 @@ from pallas_kernels import KernelUnavailableError
 from taco_jax import CODECS, Codec, Compression, SiteScales
 from taco_jax.collectives import comm_log, topology
 from taco_jax.compression import tuned
+from taco_jax.collectives.message import in_units_of
 
 scatter = functools.partial(spelled_out.psum_scatter, scatter_dimension=1, tiled=True)
 gather = functools.partial(spelled_out.all_gather, axis=-2, tiled=True)
@@ -179,6 +180,15 @@ def test_a_coarse_codec_between_two_hosts_costs_one_hop(between, most):
     one_hop = {"int4h": 18.6, "int6h": 31.5}[between]
     y = build("psum", 8, 4, "int8h", between)(x_P)
     assert one_hop - snr_db(x_P.sum(0, dtype=np.float64), y) == pytest.approx(0, abs=most + 0.3)
+
+
+@pytest.mark.parametrize("codec, between", [("tah4", None), ("int4h", "tah4")])
+def test_blocks_that_choose_their_bits_go_in_levels(codec, between):
+    """Three hops of 3 and 4 bits, and a measure in the units of the codec inside hosts."""
+    x = np.random.default_rng(0).normal(size=(8, 8, 128)).astype(np.float32)
+    y = np.asarray(build("psum", 8, 4, codec, between)(x))
+    assert snr_db(x.sum(0), y.reshape(-1, 8, 128)[0]) > 10
+    assert in_units_of(CODECS["int4h"], CODECS["tah4"], jnp.full(1, 3.0)) == 3.0
 
 
 @pytest.mark.parametrize("operation", ["psum", "psum_scatter", "all_gather"])

@@ -187,6 +187,18 @@ def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
     np.testing.assert_array_equal(run(restored, x), run(state, x))
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_linen_variables_lie_where_orbax_may_bring_them_back(jitted):
+    """Committed where they are, as a restore leaves them: on the layer's mesh, so that one program takes them."""
+    model = LinenMlp({"mesh": make_mesh(dp=2, tp=4), "compression": "taco"})
+    x_BLD, _ = data()
+    init = lambda key: model.init(key, x_BLD[:1])
+    variables = nn.unbox((jax.jit(init) if jitted else init)(jax.random.key(0)))
+    committed = jax.tree.map(lambda a: jax.device_put(a, a.sharding), variables)
+    run = jax.jit(model.apply)
+    np.testing.assert_array_equal(run(committed, x_BLD), run(variables, x_BLD))
+
+
 def test_nnx_training_step_that_ignores_site_scales():
     """Default nnx.grad and nnx.Optimizer, on a model that was built without a mesh."""
     x_BLD, y_BLD = data()

@@ -39,6 +39,12 @@ def write(tmp_path, steps, start, **options):
     return recorder.remarks
 
 
+def test_a_folder_where_records_belong_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="metrics.jsonl: is a folder, and records need a file"):
+        Recorder(config(tmp_path), 0)
+
+
 def test_step_line():
     assert step_line(RECORD, 600, 3723.4) == (
         "step   7/600  loss 2.3457  grad 1.200  123,456 tok/s  66 ms  comm tp 14.3 MB (1.98x), dp 8.0 MB (0.50x)  "

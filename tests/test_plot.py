@@ -46,8 +46,18 @@ def test_errors(tmp_path, run_python):
     good = run(tmp_path / "a", [1, 2])
     with pytest.raises(ConfigError, match="--out .*a.xyz: cannot be written"):
         plot.draw([good], tmp_path / "a.xyz")
+    (tmp_path / "b.png").mkdir()
+    for name in ("a", "b.png"):
+        with pytest.raises(
+            ConfigError, match=f"--out .*/{name}: must be a picture's name, whose suffix says the format"
+        ):
+            plot.draw([good], tmp_path / name)
+    assert not (tmp_path / "a.png").exists()
     (good / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config.json: is a file of settings; give a workdir that holds metrics"):
         plot.draw([good / "config.json"], tmp_path / "a.png")
+    for arguments, message in (([], "the following arguments are required: RUN"), (["--ou", "a.png", "b"], "--ou")):
+        with pytest.raises(ConfigError, match=f"{message}.*; --help describes every option$"):
+            plot.main(arguments)
     result = run_python(["-m", "taco_jax.plot", tmp_path / "missing"], check=2)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "no such run" in result.stderr

@@ -152,6 +152,14 @@ def test_finished_run_is_left_alone(whole, capsys):
     assert (whole / "metrics.jsonl").read_bytes() == before and saved_steps(whole) == [4, 6]
 
 
+def test_a_picture_that_cannot_be_written_fails_no_run(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path)
+    (run / "loss.png").unlink()
+    (run / "loss.png").mkdir()
+    assert train(make_config(run))["step"] == 6
+    assert re.search(r"^no loss curve \(.*loss.png: must be .*\); metrics", capsys.readouterr().out, re.M)
+
+
 def test_resume_from_an_earlier_step(whole, tmp_path):
     run = copied(whole, tmp_path)
     config, first = make_config(run), losses(run)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.codec import Codec
+from taco_jax.codec import Codec, tah
 from taco_jax.codec.block_scale import UNCALIBRATED
 from taco_jax.codec.elements import ELEMENTS
 from taco_jax.collectives import comm_log, topology
@@ -148,7 +148,12 @@ def exponent_of(own: Codec, other: Codec, exponent):
 
 
 def _ratio(own: Codec, other: Codec) -> float:
-    return ELEMENTS[own.element].maximum / ELEMENTS[other.element].maximum
+    return _maximum(own) / _maximum(other)
+
+
+def _maximum(codec: Codec) -> float:
+    # What `tah` measures is of its 4-bit blocks, whose maximum it takes for all.
+    return (tah.HIGH if codec.element == tah.ELEMENT else ELEMENTS[codec.element]).maximum
 
 
 def merge(measures: Sequence[jax.Array]) -> jax.Array:

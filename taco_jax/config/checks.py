@@ -23,6 +23,7 @@ from taco_jax.config import (
     TrainConfig,
     codec_pair,
     get,
+    keys,
     nearest,
     parse_devices,
     pipeline_schedule,
@@ -42,6 +43,10 @@ def check(config: TrainConfig) -> TrainConfig:
     """Returns `config`, with all codecs named, if its fields fit together, else raises ConfigError with one line."""
     check_types(config)
     config = with_codecs(config)
+    for key in keys(config):
+        value = get(config, key)
+        if isinstance(value, int) and key not in ("seed", "compression.min_bytes"):
+            _require(value < 1 << 31, config, key, "must be below 2**31")
     for key in (
         "steps",
         "global_batch",
@@ -251,6 +256,10 @@ def _check_codecs(config: TrainConfig) -> None:
     )
     names = {key: get(config, key) for key in keys}
     for pattern, pair in c.plan.items():
+        if not (isinstance(pattern, str) and isinstance(pair, str)):
+            raise ConfigError(
+                f"compression.plan {pattern!r}: {pair!r}: both must be texts, such as 'layers/*': 'taco:int8h'"
+            )
         forward, backward = codec_pair(pair)
         names[f"compression.plan {pattern!r} (forward)"] = forward
         names[f"compression.plan {pattern!r} (backward)"] = backward

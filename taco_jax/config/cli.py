@@ -7,6 +7,7 @@ Everything here happens before JAX starts a backend, so that `--devices cpu:8` c
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import errno
@@ -21,7 +22,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import NoneType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from taco_jax.config import ConfigError, TrainConfig, get, keys, nearest, parse_devices, with_compression
 from taco_jax.config.checks import check_types
@@ -80,7 +81,8 @@ def load(path: str | Path) -> TrainConfig:
     path = Path(path)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("experiments")
-        known = [str(p) for p in sorted(folder.glob("*.py")) if "\nconfig = " in p.read_text(errors="replace")]
+        files = (p for p in sorted(folder.glob("*.py")) if p.is_file())
+        known = [str(p) for p in files if "\nconfig = " in p.read_text(errors="replace")]
         what = "is a folder" if path.is_dir() else "no such file"
         if (path / "config.json").is_file():
             raise ConfigError(
@@ -97,6 +99,12 @@ def load(path: str | Path) -> TrainConfig:
         names = runpy.run_path(str(path), run_name="__config__")
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
+    except SystemExit as stop:
+        what = " ".join(f"SystemExit: {stop.code}".split())
+        raise ConfigError(
+            f"--config {path}{_line_of(stop, path)}: ends Python ({what}) before it has assigned a TrainConfig "
+            f"to the name 'config'; take that out, or give an experiment file"
+        ) from None
     except Exception as error:
         raise ConfigError(f"--config {path}{_line_of(error, path)}: {_explain(error)}") from error
     config = names.get("config")
@@ -196,6 +204,11 @@ def _one_line(box: str) -> str:
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is no whole number, such as 2", text)
     text = re.sub(r"no type matching (\S+) could be instantiated from \[('.*?')\].*", r"\2 must be one of \1", text)
     text = re.sub(r"could not convert string to float: ('.*?')", r"\1 is no number, such as 0.1", text)
+    text = text.replace("one of {None}|INT", "None or a whole number").replace(
+        "one of {None}|FLOAT", "None or a number"
+    )
+    pairs = "needs pairs of a pattern and codecs, such as 'layers/*' taco:int8h"
+    text = text.replace("Failed to parse key-value pairs!", pairs)
     return f"{text}; --help describes every option"
 
 
@@ -214,7 +227,7 @@ def _explain(error: Exception) -> str:
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
     line = lines[-1] if lines else getattr(error, "lineno", None)
     return f" line {line}" if line else ""
@@ -312,6 +325,16 @@ def _to_null(stream: TextIO) -> None:
         stream.flush()
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors of one line, without the usage in lines of its own."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help describes every option")
+
+
 class OutputError(OSError):
     """Standard output takes no more."""
 
@@ -382,6 +405,12 @@ def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None 
             code = main(sys.argv[1:] if args is None else args) or 0
         except ConfigError as error:
             say(error_line(error), sys.stderr)
+            code = 2
+        except OSError as error:
+            # Of any flag's path: a question whether there is such a file raises it.
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            say(error_line(ConfigError(f"{error.filename}: {error.strerror}; use a shorter path")), sys.stderr)
             code = 2
         except KeyboardInterrupt:
             say("interrupted", sys.stderr)

@@ -18,6 +18,7 @@ from taco_jax.compression.compression import Compression
 from taco_jax.config.schedule import Schedule
 from taco_jax.models.config import ModelConfig
 
+MAX_EMULATED = 4096  # devices on the CPU: each takes threads, and XLA starts all of them
 # Tokens of a sequence from which sequence parallelism is on by itself. It saves the same share of the memory at any
 # length (experiments/results/sequence_parallel), which is worth little where activations are small, and its messages
 # are more and smaller: what they cost GPUs in time has not been measured.
@@ -371,7 +372,10 @@ def parse_devices(devices: str | None) -> tuple[str | None, int | None]:
     match = re.fullmatch(r"(cpu|gpu|cuda)|cpu:([1-9]\d*)", devices)
     if not match:
         raise ConfigError(f"devices={devices!r}: must be 'cpu:N' (N emulated devices), 'cpu' or 'gpu'; try 'cpu:8'")
-    return (match[1] or "cpu").replace("gpu", "cuda"), int(match[2]) if match[2] else None
+    count = int(match[2]) if match[2] else None
+    if count is not None and count > MAX_EMULATED:
+        raise ConfigError(f"devices={devices!r}: at most {MAX_EMULATED} devices are emulated; try 'cpu:8'")
+    return (match[1] or "cpu").replace("gpu", "cuda"), count
 
 
 def get(config: Any, key: str) -> Any:

@@ -25,12 +25,16 @@ import jax
 
 from taco_jax.config import CheckpointConfig, ConfigError
 from taco_jax.train.digests import digests
-from taco_jax.train.workdir import set_aside
+from taco_jax.train.workdir import CONFIG, set_aside
 
 # Parts of a state that a run can do without: what is stored is used where it fits.
 _SCALES, _COPY = "scales", "copy"
 # What the record has beside the run's own values: digests of the arrays, which padding they leave out, and its own.
 _DIGESTS, _VOCABULARY, _RECORD = "digests", "vocabulary", "record_digest"
+# And whose it is: the digest of the settings that its workdir was made with.
+_SETTINGS = "settings_digest"
+# A file of Orbax' in every step's folder.
+_TIMES = "_CHECKPOINT_METADATA"
 # Why a file system takes no more.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -67,6 +71,8 @@ class Checkpoints:
         self._manager = self._open()
 
     def _open(self):
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: is a file, and checkpoints need a folder of that name; move it away")
         if self._config.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
         elif not self.folder.is_dir():
@@ -89,7 +95,14 @@ class Checkpoints:
             _COPY: ocp.StandardCheckpointHandler(),
             "run": ocp.JsonCheckpointHandler(),
         }
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        try:
+            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        except Exception as error:  # it reads no more than this file of every step, which has times alone
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise CheckpointError(
+                f"{self.folder}: cannot be read ({what}); a file {_TIMES} in it is damaged: delete those files, which "
+                f"nothing needs"
+            ) from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -165,7 +178,9 @@ class Checkpoints:
         named = _named({"state": arrays, **parts})
         limits = {name: _limits(leaf.shape, vocabulary) for name, leaf in named.items()}
         record = {"step": step, **run, _VOCABULARY: list(vocabulary), _DIGESTS: digests(named, limits)}
-        items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _record_digest(record)})}
+        if (settings := self._settings()) is not None:
+            record[_SETTINGS] = settings
+        items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _json_digest(record)})}
         items |= {name: args.StandardSave(part) for name, part in parts.items() if jax.tree.leaves(part)}
         self._kept.all = not in_place_of_older
         with self._saving():
@@ -188,12 +203,14 @@ class Checkpoints:
         later = [s for s in self.steps() if s > step]
         if not later:
             return []
+        aside = self.folder.with_name(f"{self.folder.name}.aside")
+        if aside.exists() and not aside.is_dir():
+            raise CheckpointError(f"{aside}: is a file, and later checkpoints need a folder of that name; move it away")
         self._manager.wait_until_finished()
         self._manager.close()
         # On several processes the first one moves; the others only see the result.
         moved = []
         if jax.process_index() == 0:
-            aside = self.folder.with_name(f"{self.folder.name}.aside")
             aside.mkdir(exist_ok=True)
             for s in later:
                 target = aside / str(s)
@@ -272,7 +289,7 @@ class Checkpoints:
         found = self._readable(step, lambda: self._manager.restore(step, args=args)["run"])
         run = self._readable(step, lambda: {"step": found["step"], **found})
         digest = run.pop(_RECORD, None)
-        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _record_digest(run)):
+        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _json_digest(run)):
             raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
         if run["step"] != step:
             free = run["step"] not in self.steps()
@@ -281,7 +298,20 @@ class Checkpoints:
                 f"checkpoint {self.folder / str(step)}: is that of step {run['step']}, under another name; {way}, or "
                 f"{self._before(step)}"
             )
+        theirs, ours = run.pop(_SETTINGS, None), self._settings()
+        if None not in (theirs, ours) and theirs != ours:
+            raise CheckpointError(
+                f"checkpoint {self.folder / str(step)}: is that of another run (one whose first settings were not "
+                f"those of {self.folder.parent / CONFIG}); move it away, or {self._before(step)}"
+            )
         return run
+
+    def _settings(self) -> int | None:
+        """The digest of the settings that the workdir was made with, which no run changes; None where it has none."""
+        try:
+            return _json_digest(json.loads((self.folder.parent / CONFIG).read_text()))
+        except (OSError, ValueError):  # a folder of checkpoints alone
+            return None
 
     def _check_complete(self, step: int, run: dict[str, Any], meta: Any) -> None:
         """Raises CheckpointError where arrays of the record are not stored: a part of the checkpoint was deleted."""
@@ -369,8 +399,8 @@ def _limits(shape: tuple[int, ...], vocabulary: Sequence[int]) -> tuple[int, ...
     return tuple(size if n == padded else n for n in shape)
 
 
-def _record_digest(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+def _json_digest(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def _fields(state: Any) -> dict[str, Any]:

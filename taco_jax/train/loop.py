@@ -408,7 +408,7 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
     if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
         try:
             places.append(f"loss curve {plot.draw([workdir], workdir / PLOT)}")
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, ConfigError) as error:
             places.append(f"no loss curve ({error})")
         places.append(f"metrics {workdir / METRICS}")
     if config.checkpoint.enabled:

@@ -133,6 +133,8 @@ class Recorder:
         if not active:
             return
         self._sinks = _sinks(config.metrics, config)
+        if self.path.is_dir():
+            raise ConfigError(f"{self.path}: is a folder, and records need a file of that name; move it away")
         if self.path.exists() and self.path.stat().st_size:
             records = read_records(self.path)
             if step == 0 or keep_later:

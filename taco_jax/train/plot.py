@@ -8,7 +8,6 @@ points) and the validation loss as dots, the right one tokens per second.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +63,8 @@ def draw(runs: Sequence[str | Path], out: str | Path) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
     out = Path(out)
+    if not out.suffix or out.is_dir():  # matplotlib would write a file of another name
+        raise ConfigError(f"--out {out}: must be a picture's name, whose suffix says the format, such as runs.png")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=120)
@@ -101,7 +102,7 @@ def _smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def main(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m taco_jax.plot", description=__doc__.split("\n")[0])
+    parser = cli.Parser(prog="python -m taco_jax.plot", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a workdir or its metrics.jsonl")
     parser.add_argument("--out", default="runs.png", help="the picture to write (default: runs.png)")
     options = parser.parse_args(args)
