@@ -2,6 +2,7 @@
 
 import json
 import os
+import tarfile
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import spelled_out
+from helpers import REPOSITORY
 from hlo import counts
 from shards import per_rank
 
@@ -29,6 +31,13 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setenv("TACO_JAX_TUNED", str(path))
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     return path
+
+
+def test_a_file_of_the_version_before(tmp_path):
+    with tarfile.open(REPOSITORY / "tests" / "data" / "before.tar.xz") as files:
+        files.extract("before/tuned.json", tmp_path, filter="data")
+    best, sums = ((1024, 1, "all_to_all"), (65536, 2, "ring")), ((1024, 1, "one_shot"), (65536, 2, "two_shot"))
+    assert tuned.read(tmp_path / "before" / "tuned.json") == {NAME: {"taco": Tuned(4096, best, sums)}}
 
 
 def test_written_and_read(file):
