@@ -9,7 +9,7 @@ MUTANTS = (
         "taco_jax/codec/wire.py",
         "part = q[..., i, :] << shift if shift >= 0 else q[..., i, :] >> -shift",
         "part = q[..., i, :] << shift if shift >= 0 else q[..., i, :] >> (-shift - 1)",
-        ("tests/test_wire.py",),
+        ("tests/codec/test_wire.py",),
     ),
     Mutant(
         "unpack-mask",
@@ -17,7 +17,7 @@ MUTANTS = (
         "taco_jax/codec/wire.py",
         "out.append(code & jnp.uint8((1 << bits) - 1))",
         "out.append(code & jnp.uint8((2 << bits) - 1))",
-        ("tests/test_wire.py",),
+        ("tests/codec/test_wire.py",),
     ),
     Mutant(
         "section-bytes",
@@ -25,7 +25,7 @@ MUTANTS = (
         "taco_jax/codec/wire.py",
         "SECTION_BYTES = 128",
         "SECTION_BYTES = 64",
-        ("tests/test_wire.py", "tests/pallas_kernels/test_formats.py"),
+        ("tests/codec/test_wire.py", "tests/pallas_kernels/test_formats.py"),
     ),
     Mutant(
         "message-bytes",
@@ -33,7 +33,7 @@ MUTANTS = (
         "taco_jax/codec/wire.py",
         "MESSAGE_BYTES = 1024",
         "MESSAGE_BYTES = 512",
-        ("tests/test_wire.py", "tests/pallas_kernels/test_formats.py"),
+        ("tests/codec/test_wire.py", "tests/pallas_kernels/test_formats.py"),
     ),
     Mutant(
         "byte-planes",
@@ -41,7 +41,7 @@ MUTANTS = (
         "taco_jax/codec/wire.py",
         "return [(words >> (8 * i)).astype(jnp.uint8) for i in range(n_bytes)]",
         "return [(words >> (8 * i)).astype(jnp.uint8) for i in reversed(range(n_bytes))]",
-        ("tests/test_wire.py",),
+        ("tests/codec/test_wire.py",),
     ),
     Mutant(
         "scale-nearest",
@@ -49,7 +49,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "word = (bits + 0xFFFF) >> 16",
         "word = (bits + 0x7FFF) >> 16",
-        ("tests/test_codec.py -k message_is_the_reference",),
+        ("tests/codec/test_codec.py -k message_is_the_reference",),
     ),
     Mutant(
         "ue5m3-down",
@@ -57,7 +57,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 1, 254)",
         "c_site = jnp.clip((bits >> 20) - a8 - 896, 1, 254)",
-        ("tests/test_codec.py -k calibrated_message",),
+        ("tests/codec/test_codec.py -k calibrated_message",),
     ),
     Mutant(
         "ue5m3-zero",
@@ -65,7 +65,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 1, 254)",
         "c_site = jnp.clip(((bits + 0xFFFFF) >> 20) - a8 - 896, 0, 254)",
-        ("tests/test_codec_values.py -k saturate",),
+        ("tests/codec/test_codec_values.py -k saturate",),
     ),
     Mutant(
         "uncalibrated",
@@ -73,7 +73,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "c = jnp.where(calibrated, c_site, c)",
         "c = c_site",
-        ("tests/test_codec_values.py -k uncalibrated",),
+        ("tests/codec/test_codec_values.py -k uncalibrated",),
     ),
     Mutant(
         "exponent-clip",
@@ -89,7 +89,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         'return 6 if element.name == "int8" else 0',
         "return 0",
-        ("tests/test_codec.py -k ocp_decoder",),
+        ("tests/codec/test_codec.py -k ocp_decoder",),
     ),
     Mutant(
         "nan-dropped",
@@ -97,7 +97,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "return lax.bitcast_convert_type(jnp.max(bits, axis=axis), jnp.float32)",
         "return jnp.nanmax(jnp.abs(x), axis=axis)",
-        ("tests/test_codec_values.py -k 'not_finite or never_lost'",),
+        ("tests/codec/test_codec_values.py -k 'not_finite or never_lost'",),
     ),
     Mutant(
         "inf-is-a-value",
@@ -105,7 +105,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "finite = amax < jnp.inf  # False for NaN too",
         "finite = ~jnp.isnan(amax)",
-        ("tests/test_codec_values.py -k not_finite",),
+        ("tests/codec/test_codec_values.py -k not_finite",),
     ),
     Mutant(
         "paper-alpha",
@@ -113,7 +113,7 @@ MUTANTS = (
         "taco_jax/codec/block_scale.py",
         "return _float(wire.join_bytes(planes[4:])) / alpha",
         "return _float(wire.join_bytes(planes[4:])) * alpha",
-        ("tests/test_codec_values.py -k snr",),
+        ("tests/codec/test_codec_values.py -k snr",),
     ),
     Mutant(
         "clip-maximum",
@@ -121,7 +121,7 @@ MUTANTS = (
         "taco_jax/codec/elements.py",
         'Element("e5m2", 8, 57344.0, 2, -14, nan=0x7E)',
         'Element("e5m2", 8, 448.0, 2, -14, nan=0x7E)',
-        ("tests/test_elements.py",),
+        ("tests/codec/test_elements.py",),
     ),
     Mutant(
         "round-half-up",
@@ -129,7 +129,7 @@ MUTANTS = (
         "taco_jax/codec/elements.py",
         "return jnp.round(v) if noise is None else jnp.floor(v + noise)",
         "return jnp.floor(v + 0.5) if noise is None else jnp.floor(v + noise)",
-        ("tests/test_elements.py",),
+        ("tests/codec/test_elements.py",),
     ),
     Mutant(
         "stochastic-bias",
@@ -137,7 +137,7 @@ MUTANTS = (
         "taco_jax/codec/elements.py",
         "return jnp.round(v) if noise is None else jnp.floor(v + noise)",
         "return jnp.round(v) if noise is None else jnp.trunc(v + noise)",
-        ("tests/test_elements.py -k stochastic",),
+        ("tests/codec/test_elements.py -k stochastic",),
     ),
     Mutant(
         "noise-message",
@@ -145,7 +145,7 @@ MUTANTS = (
         "taco_jax/codec/stochastic_rounding.py",
         "(seed[1] + p * jnp.uint32(_GOLDEN))",
         "(seed[1] + p * jnp.uint32(0))",
-        ("tests/test_noise.py",),
+        ("tests/codec/test_stochastic_rounding.py",),
     ),
     Mutant(
         "hadamard-scale",
@@ -153,7 +153,7 @@ MUTANTS = (
         "taco_jax/codec/hadamard.py",
         "return z * np.float32(1.0 / np.sqrt(block))",
         "return z * np.float32(1.0 / block)",
-        ("tests/test_hadamard.py",),
+        ("tests/codec/test_hadamard.py",),
     ),
     Mutant(
         "hadamard-order",
@@ -161,7 +161,7 @@ MUTANTS = (
         "taco_jax/codec/hadamard.py",
         "h = np.block([[h, h], [h, -h]])",
         "h = np.block([[-h, h], [h, h]])",
-        ("tests/test_hadamard.py",),
+        ("tests/codec/test_hadamard.py",),
     ),
     Mutant(
         "signs-kept",
@@ -169,7 +169,7 @@ MUTANTS = (
         "taco_jax/codec/hadamard.py",
         'return x * block_signs(block) if rotation == "signed_hadamard" else x',
         "return x",
-        ("tests/test_hadamard.py",),
+        ("tests/codec/test_hadamard.py",),
     ),
     Mutant(
         "signs-hash",
@@ -177,7 +177,7 @@ MUTANTS = (
         "taco_jax/codec/hadamard.py",
         "np.uint64(0x846CA68B)",
         "np.uint64(0x846CA68D)",
-        ("tests/test_hadamard.py",),
+        ("tests/codec/test_hadamard.py",),
     ),
     Mutant(
         "padding",
@@ -185,7 +185,7 @@ MUTANTS = (
         "taco_jax/codec/codec.py",
         "jnp.zeros_like(x, shape=(*leading, padding))",
         "jnp.ones_like(x, shape=(*leading, padding))",
-        ("tests/test_codec.py -k 'message_is_the_reference or partial'",),
+        ("tests/codec/test_codec.py -k 'message_is_the_reference or partial'",),
     ),
     Mutant(
         "tah-share",
@@ -193,7 +193,7 @@ MUTANTS = (
         "taco_jax/codec/tah.py",
         "return -(-n_tiles * SHARE[0] // SHARE[1])",
         "return n_tiles * SHARE[0] // SHARE[1]",
-        ("tests/test_tiles.py -k 'by_hand or what_the_description_says'",),
+        ("tests/codec/test_tah.py -k 'by_hand or what_the_description_says'",),
     ),
     Mutant(
         "tah-nan",
@@ -201,6 +201,6 @@ MUTANTS = (
         "taco_jax/codec/tah.py",
         "at_d & ~jnp.isnan(s)[..., None]",
         "at_d",
-        ("tests/test_tiles.py -k not_finite",),
+        ("tests/codec/test_tah.py -k not_finite",),
     ),
 )

@@ -9,7 +9,7 @@ MUTANTS = (
         "taco_jax/compression/dispatch.py",
         "lax.select(rank == p, own_MB, z_MB)",
         "z_MB",
-        ("tests/test_collectives.py -k values_bytes",),
+        ("tests/collectives/test_collectives.py -k values_bytes",),
     ),
     Mutant(
         "sum-order",
@@ -17,7 +17,7 @@ MUTANTS = (
         "taco_jax/compression/dispatch.py",
         "    total = terms[0]\n    for term in terms[1:]:",
         "    total = terms[-1]\n    for term in terms[-2::-1]:",
-        ("tests/test_collectives.py -k rank_order",),
+        ("tests/collectives/test_collectives.py -k rank_order",),
     ),
     Mutant(
         "ranks-differ",
@@ -29,7 +29,7 @@ MUTANTS = (
         "    first = jax.lax.axis_index(message.axis)\n"
         "    turned = [jnp.roll(to_varying(wires, message.axis), -first, 0) for wires in gathered]\n"
         "    gathered = [same_on_all_ranks(wires, message.axis) for wires in turned]\n    pieces = [",
-        ("tests/test_collectives.py -k rank_order",),
+        ("tests/collectives/test_collectives.py -k rank_order",),
     ),
     Mutant(
         "hosts-differ",
@@ -39,7 +39,7 @@ MUTANTS = (
         "        own = received[outer.rank][None]\n"
         "        said_S = backend.sum_decode(outer.codec, own, x_S.size, jnp.float32, levels.outer_exponent)\n"
         "        total_S = total_S - said_S + x_S\n",
-        ("tests/test_hierarchical.py -k values_bytes",),
+        ("tests/collectives/test_hierarchical.py -k values_bytes",),
     ),
     Mutant(
         "one-shot-rule",
@@ -47,7 +47,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         'self.algorithm == "auto" and self.ranks == 2',
         'self.algorithm == "auto" and self.ranks <= 4',
-        ("tests/test_sites.py -k rows_are", "tests/test_collectives.py -k values_bytes"),
+        ("tests/collectives/test_comm_log.py -k rows_are", "tests/collectives/test_collectives.py -k values_bytes"),
     ),
     Mutant(
         "ring-order",
@@ -55,7 +55,7 @@ MUTANTS = (
         "taco_jax/collectives/transport.py",
         "steps = (rank - jnp.arange(p)) % p",
         "steps = (rank + jnp.arange(p)) % p",
-        ("tests/test_chunks.py -k ring",),
+        ("tests/collectives/test_chunks.py -k ring",),
     ),
     Mutant(
         "scatter-dim",
@@ -65,7 +65,10 @@ MUTANTS = (
         "        parts = jnp.moveaxis(parts, dim, 0)",
         "parts = x.reshape(*x.shape[:dim], size // ranks, ranks, *x.shape[dim + 1 :])\n"
         "        parts = jnp.moveaxis(parts, dim + 1, 0)",
-        ("tests/test_collectives.py -k values_bytes", "tests/test_autodiff.py -k every_collective"),
+        (
+            "tests/collectives/test_collectives.py -k values_bytes",
+            "tests/collectives/test_autodiff.py -k every_collective",
+        ),
     ),
     Mutant(
         "gather-order",
@@ -73,7 +76,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "y = jnp.moveaxis(y, 0, dim)",
         "y = jnp.moveaxis(y[::-1], 0, dim)",
-        ("tests/test_collectives.py -k values_bytes",),
+        ("tests/collectives/test_collectives.py -k values_bytes",),
     ),
     Mutant(
         "permute-backward",
@@ -81,7 +84,10 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "perm=tuple((d, s) for s, d in op.perm)",
         "perm=op.perm",
-        ("tests/test_axis_order.py -k gradients_go_back", "tests/test_autodiff.py -k every_collective"),
+        (
+            "tests/collectives/test_axis_order.py -k gradients_go_back",
+            "tests/collectives/test_autodiff.py -k every_collective",
+        ),
     ),
     Mutant(
         "slice-backward",
@@ -89,7 +95,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "index = lax.axis_index(message.axis)",
         "index = (lax.axis_index(message.axis) + 1) % message.ranks",
-        ("tests/test_autodiff.py -k every_collective",),
+        ("tests/collectives/test_autodiff.py -k every_collective",),
     ),
     Mutant(
         "min-bytes",
@@ -97,7 +103,7 @@ MUTANTS = (
         "taco_jax/collectives/call.py",
         "nbytes < least)",
         "nbytes <= least)",
-        ("tests/test_collectives_lax.py -k below_min_bytes", "tests/test_tuned.py"),
+        ("tests/collectives/test_collectives_lax.py -k below_min_bytes", "tests/compression/test_tuned.py"),
     ),
     Mutant(
         "one-rank",
@@ -105,7 +111,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "    if message.codec.exact or message.ranks == 1:\n        return AsyncCollective(",
         "    if message.codec.exact:\n        return AsyncCollective(",
-        ("tests/test_collectives_lax.py -k one_rank",),
+        ("tests/collectives/test_collectives_lax.py -k one_rank",),
     ),
     Mutant(
         "integers",
@@ -113,7 +119,7 @@ MUTANTS = (
         "taco_jax/collectives/api.py",
         'return _exact(site, "psum", axis_name, x, lambda: lax.psum(x, axis_name))',
         'return _exact(site, "psum", axis_name, x, lambda: lax.pmean(x, axis_name).astype(x.dtype))',
-        ("tests/test_collectives_lax.py -k trees_and_integers",),
+        ("tests/collectives/test_collectives_lax.py -k trees_and_integers",),
     ),
     Mutant(
         "codecs-swapped",
@@ -121,7 +127,7 @@ MUTANTS = (
         "taco_jax/collectives/call.py",
         "codec = c.codecs[DIRECTIONS.index(label.direction)].of(shape)",
         "codec = c.codecs[1 - DIRECTIONS.index(label.direction)].of(shape)",
-        ("tests/test_autodiff.py -k told_apart",),
+        ("tests/collectives/test_autodiff.py -k told_apart",),
     ),
     Mutant(
         "scales-swapped",
@@ -129,7 +135,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "exponent = None if exponents is None else exponents[1]",
         "exponent = None if exponents is None else exponents[0]",
-        ("tests/test_slots.py -k own_exponent",),
+        ("tests/collectives/test_slots.py -k own_exponent",),
     ),
     Mutant(
         "slot-rows",
@@ -137,7 +143,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "for m in (measure, backward_measure)]",
         "for m in (backward_measure, measure)]",
-        ("tests/test_slots.py",),
+        ("tests/collectives/test_slots.py",),
     ),
     Mutant(
         "slot-second-hop",
@@ -145,7 +151,10 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         "largest = jnp.maximum(total[:1], measure[:1])",
         "largest = total[:1]",
-        ("tests/test_slots.py -k both_hops", "tests/test_hierarchical_gradients.py -k every_hop"),
+        (
+            "tests/collectives/test_slots.py -k both_hops",
+            "tests/collectives/test_hierarchical_gradients.py -k every_hop",
+        ),
     ),
     Mutant(
         "gradient-1-over-p",
@@ -153,7 +162,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "return to_varying(ct[0] if op.forward.feedback else ct, message.axis), None",
         "return to_varying((ct[0] if op.forward.feedback else ct) / message.ranks, message.axis), None",
-        ("tests/test_autodiff.py -k every_collective", "tests/test_tensor_parallel.py"),
+        ("tests/collectives/test_autodiff.py -k every_collective", "tests/nn/test_tensor_parallel.py"),
     ),
     Mutant(
         "region-unchecked",
@@ -161,7 +170,7 @@ MUTANTS = (
         "taco_jax/collectives/manual_region.py",
         "if not all(a in varying_axes(lax.axis_index(a)) for a in axes):",
         "if False:",
-        ("tests/test_collectives_errors.py -k wrong_kind_of_region",),
+        ("tests/collectives/test_collectives_errors.py -k wrong_kind_of_region",),
     ),
     Mutant(
         "region-partly-manual",
@@ -169,7 +178,7 @@ MUTANTS = (
         "taco_jax/collectives/manual_region.py",
         "rest = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]",
         "rest = []",
-        ("tests/test_collectives_errors.py -k wrong_kind_of_region",),
+        ("tests/collectives/test_collectives_errors.py -k wrong_kind_of_region",),
     ),
     Mutant(
         "axis-order",
@@ -177,7 +186,7 @@ MUTANTS = (
         "taco_jax/collectives/manual_region.py",
         "    if in_mesh != axes:\n",
         "    if False:\n",
-        ("tests/test_axis_order.py -k ppermute",),
+        ("tests/collectives/test_axis_order.py -k ppermute",),
     ),
     Mutant(
         "remat-second-sending",
@@ -185,7 +194,7 @@ MUTANTS = (
         "taco_jax/collectives/vjp.py",
         "        y = checkpoint_name(y, OUTPUT_NAME)\n",
         "        y = y + 0\n",
-        ("tests/test_remat.py",),
+        ("tests/collectives/test_remat.py",),
     ),
     Mutant(
         "noise-hops",
@@ -193,7 +202,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         "4 * chunk + 2 * hop + ",
         "4 * chunk + ",
-        ("tests/test_collectives_noise.py -k key_of_its_own",),
+        ("tests/collectives/test_collectives_noise.py -k key_of_its_own",),
     ),
     Mutant(
         "lost-tail",
@@ -201,7 +210,7 @@ MUTANTS = (
         "taco_jax/collectives/transport.py",
         "for start in range(0, n, piece)",
         "for start in range(0, n - piece + 1, piece)",
-        ("tests/test_chunks.py -k chunks_cover",),
+        ("tests/collectives/test_chunks.py -k chunks_cover",),
     ),
     Mutant(
         "groups",
@@ -209,7 +218,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         "rank // self.group.stride % self.group.size",
         "rank % self.group.size",
-        ("tests/test_hierarchical.py -k values_bytes",),
+        ("tests/collectives/test_hierarchical.py -k values_bytes",),
     ),
     Mutant(
         "between-codec",
@@ -217,7 +226,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         "codec, group = self.between, topology.between(ranks, self.local)",
         "codec, group = self.codec, topology.between(ranks, self.local)",
-        ("tests/test_hierarchical.py -k 'values_bytes or coarse'",),
+        ("tests/collectives/test_hierarchical.py -k 'values_bytes or coarse'",),
     ),
     Mutant(
         "between-exponent",
@@ -225,7 +234,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         "exponent + math.ceil(math.log2(ratio))",
         "exponent - math.ceil(math.log2(ratio))",
-        ("tests/test_hierarchical_gradients.py -k 'units or calibrated'",),
+        ("tests/collectives/test_hierarchical_gradients.py -k 'units or calibrated'",),
     ),
     Mutant(
         "hosts-of-an-axis",
@@ -233,7 +242,7 @@ MUTANTS = (
         "taco_jax/collectives/topology.py",
         "hosts = np.moveaxis(hosts.reshape(devices.shape), at, range(len(at)))",
         "hosts = hosts.reshape(devices.shape)",
-        ("tests/test_levels.py -k ranks_of_a_host",),
+        ("tests/train/test_levels.py -k ranks_of_a_host",),
     ),
     Mutant(
         "feedback-sign",
@@ -241,7 +250,7 @@ MUTANTS = (
         "taco_jax/collectives/residuals.py",
         "error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)",
         "error_S = (decoded_S - x_S.astype(jnp.float32)).astype(x_S.dtype)",
-        ("tests/test_feedback.py -k what_went_in",),
+        ("tests/collectives/test_error_feedback.py -k what_went_in",),
     ),
     Mutant(
         "feedback-second-hop",
@@ -249,7 +258,7 @@ MUTANTS = (
         "taco_jax/collectives/residuals.py",
         "return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)",
         "return jnp.zeros_like(sum_N)",
-        ("tests/test_feedback.py -k what_went_in",),
+        ("tests/collectives/test_error_feedback.py -k what_went_in",),
     ),
     Mutant(
         "history",
@@ -257,7 +266,7 @@ MUTANTS = (
         "taco_jax/compression/site_scales.py",
         "ceil_log2(jnp.maximum(history.max(-1), 2.0**-126))",
         "ceil_log2(jnp.maximum(history[..., 0], 2.0**-126))",
-        ("tests/test_scales.py",),
+        ("tests/compression/test_site_scales.py",),
     ),
     Mutant(
         "history-inf",
@@ -265,7 +274,7 @@ MUTANTS = (
         "taco_jax/compression/site_scales.py",
         "valid = (amax > 0) & jnp.isfinite(amax) & keep_going",
         "valid = (amax > 0) & keep_going",
-        ("tests/test_scales.py",),
+        ("tests/compression/test_site_scales.py",),
     ),
     Mutant(
         "uses-added",
@@ -273,7 +282,7 @@ MUTANTS = (
         "taco_jax/compression/site_scales.py",
         "largest = largest_magnitude(measures[..., :1], 0)",
         "largest = measures[..., :1].sum(0)",
-        ("tests/test_scales.py",),
+        ("tests/compression/test_site_scales.py",),
     ),
     Mutant(
         "bytes-of-a-psum",
@@ -281,7 +290,7 @@ MUTANTS = (
         "taco_jax/collectives/comm_log.py",
         '"psum": lambda p: 2 * (p - 1) / p,',
         '"psum": lambda p: (p - 1) / p,',
-        ("tests/test_sites.py",),
+        ("tests/collectives/test_comm_log.py",),
     ),
     Mutant(
         "repeated-bodies",
@@ -289,7 +298,7 @@ MUTANTS = (
         "taco_jax/collectives/comm_log.py",
         "token = _calls.set(_calls.get() * n)",
         "token = _calls.set(n)",
-        ("tests/test_sites.py",),
+        ("tests/collectives/test_comm_log.py",),
     ),
     Mutant(
         "plan-order",
@@ -297,7 +306,7 @@ MUTANTS = (
         "taco_jax/compression/compression.py",
         "next((c for pattern, c in self.rules.items() if",
         "next((c for pattern, c in reversed(self.rules.items()) if",
-        ("tests/test_plan.py",),
+        ("tests/compression/test_compression.py",),
     ),
     Mutant(
         "tuned-size",
@@ -305,7 +314,7 @@ MUTANTS = (
         "taco_jax/compression/tuned.py",
         "return below[-1] if below else rows[0]",
         "return rows[min(len(below), len(rows) - 1)]",
-        ("tests/test_tuned.py",),
+        ("tests/compression/test_tuned.py",),
     ),
     Mutant(
         "tuned-never",
@@ -313,6 +322,6 @@ MUTANTS = (
         "taco_jax/compression/tuned.py",
         "return NEVER if tuned.min_bytes is None else tuned.min_bytes",
         "return tuned.min_bytes or 0",
-        ("tests/test_tuned.py",),
+        ("tests/compression/test_tuned.py",),
     ),
 )

@@ -169,7 +169,7 @@ MUTANTS = (
         "pallas_kernels/nvlink/obstacles.py",
         "(per_message % (8 * row) or per_message < mosaic.ROWS * row)",
         "(per_message % row or per_message < mosaic.ROWS * row)",
-        ("tests/pallas_kernels/test_nvlink_obstacles.py", "tests/test_nvlink_choice.py"),
+        ("tests/pallas_kernels/test_nvlink_obstacles.py", "tests/collectives/test_nvlink_choice.py"),
         new_jax=True,
     ),
     Mutant(

@@ -9,7 +9,7 @@ MUTANTS = (
         "taco_jax/nn/tensor_parallel.py",
         "dim=sequence_dim % y.ndim, site=site)\n    return y if bias is None else y + bias",
         "dim=sequence_dim % y.ndim, site=site)\n    return y if bias is None else y + bias * jax.lax.axis_size(axis)",
-        ("tests/test_tensor_parallel.py -k row_bias",),
+        ("tests/nn/test_tensor_parallel.py -k row_bias",),
     ),
     Mutant(
         "f-uncompressed",
@@ -17,7 +17,7 @@ MUTANTS = (
         "taco_jax/nn/tensor_parallel.py",
         "return collectives.copy(x, axis, compression=compression, scales=scales, site=site)",
         "return to_varying(x, axis)",
-        ("tests/test_decoder.py -k test_messages",),
+        ("tests/models/test_decoder.py -k test_messages",),
     ),
     Mutant(
         "codec-pair",
@@ -25,7 +25,7 @@ MUTANTS = (
         "taco_jax/compression/compression.py",
         "return as_codec(self.forward), as_codec(self.backward)",
         "return as_codec(self.forward), as_codec(self.forward)",
-        ("tests/test_tuned.py -k each_direction", "tests/test_step.py -k plan_reaches"),
+        ("tests/compression/test_tuned.py -k each_direction", "tests/train/test_step.py -k plan_reaches"),
     ),
     Mutant(
         "slot-of-devices",
@@ -33,7 +33,7 @@ MUTANTS = (
         "taco_jax/nn/dense.py",
         "return (lax.pmax(ct, axes),)",
         "return (lax.psum(ct, axes),)",
-        ("tests/test_layer_scales.py -k site_scales",),
+        ("tests/nn/test_layer_scales.py -k site_scales",),
     ),
     Mutant(
         "rope-frequencies",
@@ -41,7 +41,7 @@ MUTANTS = (
         "taco_jax/models/attention.py",
         "(-jnp.arange(half, dtype=jnp.float32) / half)",
         "(-jnp.arange(half, dtype=jnp.float32) / config.head_dim)",
-        ("tests/test_huggingface.py -k logits",),
+        ("tests/models/test_huggingface.py -k logits",),
     ),
     Mutant(
         "rope-pairs",
@@ -49,7 +49,7 @@ MUTANTS = (
         "taco_jax/models/attention.py",
         "second * cos + first * sin]",
         "second * cos - first * sin]",
-        ("tests/test_huggingface.py -k logits",),
+        ("tests/models/test_huggingface.py -k logits",),
     ),
     Mutant(
         "kv-head",
@@ -57,7 +57,7 @@ MUTANTS = (
         "taco_jax/models/attention.py",
         "head = lax.axis_index(par.axis) * config.n_kv_heads // lax.axis_size(par.axis)",
         "head = lax.axis_index(par.axis) % config.n_kv_heads",
-        ("tests/test_decoder.py -k 'gradients_equal and qwen2'",),
+        ("tests/models/test_decoder.py -k 'gradients_equal and qwen2'",),
     ),
     Mutant(
         "kv-gradients",
@@ -65,7 +65,7 @@ MUTANTS = (
         "taco_jax/models/decoder.py",
         '({"k", "v"} if kv_replicated(config, tp) else set())',
         "set()",
-        ("tests/test_decoder.py -k 'replicated_gradients or test_messages'",),
+        ("tests/models/test_decoder.py -k 'replicated_gradients or test_messages'",),
     ),
     Mutant(
         "own-rows",
@@ -73,7 +73,7 @@ MUTANTS = (
         "taco_jax/models/run_config.py",
         "lax.dynamic_slice_in_dim(whole_LD, lax.axis_index(axis) * length, length, axis=0)",
         "lax.dynamic_slice_in_dim(whole_LD, (lax.axis_index(axis) + 1) % ranks * length, length, axis=0)",
-        ("tests/test_decoder.py -k 'gradients_equal and gpt2'",),
+        ("tests/models/test_decoder.py -k 'gradients_equal and gpt2'",),
     ),
     Mutant(
         "remat-policy",
@@ -81,7 +81,7 @@ MUTANTS = (
         "taco_jax/models/run_config.py",
         "policy = policies.save_only_these_names(*REMAT_NAMES)",
         "policy = policies.nothing_saveable",
-        ("tests/test_decoder.py -k test_messages", "tests/test_chains.py -k recomputation"),
+        ("tests/models/test_decoder.py -k test_messages", "tests/models/test_chains.py -k recomputation"),
     ),
     Mutant(
         "initial-values",
@@ -89,7 +89,7 @@ MUTANTS = (
         "taco_jax/models/params.py",
         "std_residual = std / math.sqrt(2 * config.n_layers)",
         "std_residual = std",
-        ("tests/test_decoder.py -k initial_values",),
+        ("tests/models/test_decoder.py -k initial_values",),
     ),
     Mutant(
         "vocabulary-padding",
@@ -97,7 +97,7 @@ MUTANTS = (
         "taco_jax/nn/vocab_parallel.py",
         "logits_CV = jnp.where(ids_V < vocab_size, logits_CV, -jnp.inf)",
         "logits_CV = logits_CV + 0.0",
-        ("tests/test_vocab.py -k cross_entropy_equals", "tests/test_decoder.py"),
+        ("tests/nn/test_vocab_parallel.py -k cross_entropy_equals", "tests/models/test_decoder.py"),
     ),
     Mutant(
         "softmax-peaks",
@@ -105,7 +105,7 @@ MUTANTS = (
         "taco_jax/nn/vocab_parallel.py",
         "jnp.sum(sum_PC * jnp.exp(peak_PC - peak_C), axis=0)",
         "jnp.sum(sum_PC, axis=0)",
-        ("tests/test_vocab.py -k cross_entropy",),
+        ("tests/nn/test_vocab_parallel.py -k cross_entropy",),
     ),
     Mutant(
         "loss-weights",
@@ -113,7 +113,7 @@ MUTANTS = (
         "taco_jax/nn/vocab_parallel.py",
         "return nll, (softmax_CV - hit_CV) * weights_C[:, None]",
         "return nll, softmax_CV - hit_CV",
-        ("tests/test_vocab.py -k cross_entropy_equals",),
+        ("tests/nn/test_vocab_parallel.py -k cross_entropy_equals",),
     ),
     Mutant(
         "unknown-target",
@@ -121,7 +121,7 @@ MUTANTS = (
         "taco_jax/nn/vocab_parallel.py",
         "nll = jnp.sum(jnp.where(weights_C == 0, 0.0, weights_C * nll_C))",
         "nll = jnp.sum(weights_C * nll_C)",
-        ("tests/test_vocab.py -k unknown_target",),
+        ("tests/nn/test_vocab_parallel.py -k unknown_target",),
     ),
     Mutant(
         "embedding-rows",
@@ -129,7 +129,7 @@ MUTANTS = (
         "taco_jax/nn/vocab_parallel.py",
         "local_BL = jnp.where((local_BL >= 0) & (local_BL < rows), local_BL, rows)",
         "local_BL = jnp.clip(local_BL, 0, rows - 1)",
-        ("tests/test_vocab.py -k embed",),
+        ("tests/nn/test_vocab_parallel.py -k embed",),
     ),
     Mutant(
         "chains-joined",
@@ -137,7 +137,7 @@ MUTANTS = (
         "taco_jax/models/chains.py",
         "return xs[0] if len(xs) == 1 else jnp.concatenate(xs)",
         "return jnp.concatenate(xs[::-1])",
-        ("tests/test_chains.py -k gradients_equal",),
+        ("tests/models/test_chains.py -k gradients_equal",),
     ),
     Mutant(
         "feedback-of-layers",
@@ -145,7 +145,7 @@ MUTANTS = (
         "taco_jax/models/chains.py",
         "        return Stream(x_BLD, error_BLD)\n",
         "        return Stream(x_BLD, None if error_BLD is None else 0 * error_BLD)\n",
-        ("tests/test_feedback_layers.py -k nearer", "tests/inference/test_forward.py -k feedback_leaves"),
+        ("tests/models/test_feedback_layers.py -k nearer", "tests/inference/test_forward.py -k feedback_leaves"),
     ),
     Mutant(
         "hf-transposed",
@@ -153,7 +153,7 @@ MUTANTS = (
         "taco_jax/models/huggingface.py",
         'tuple(f"layers/attn/{part}/{ours}" for part in "qkv")',
         'tuple(f"layers/attn/{part}/{ours}" for part in "kqv")',
-        ("tests/test_huggingface.py -k logits",),
+        ("tests/models/test_huggingface.py -k logits",),
     ),
     Mutant(
         "hf-gate",
@@ -161,6 +161,6 @@ MUTANTS = (
         "taco_jax/models/huggingface.py",
         '("mlp.gate_proj", "mlp/gate"), ("mlp.up_proj", "mlp/up"),',
         '("mlp.gate_proj", "mlp/up"), ("mlp.up_proj", "mlp/gate"),',
-        ("tests/test_huggingface.py -k logits",),
+        ("tests/models/test_huggingface.py -k logits",),
     ),
 )

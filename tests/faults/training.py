@@ -9,7 +9,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "predicted = tokens.shape[0] * (tokens.shape[1] - 1)",
         "predicted = tokens.shape[0] * (tokens.shape[1] - 1) // self.config.accumulation",
-        ("tests/test_step.py -k 'exact_curve and accumulation'",),
+        ("tests/train/test_step.py -k 'exact_curve and accumulation'",),
     ),
     Mutant(
         "dp-mean",
@@ -17,7 +17,7 @@ MUTANTS = (
         "taco_jax/train/data_parallel.py",
         'return lax.psum(grads, "dp")',
         'return lax.pmean(grads, "dp")',
-        ("tests/test_step.py -k 'exact_curve and dp'",),
+        ("tests/train/test_step.py -k 'exact_curve and dp'",),
     ),
     Mutant(
         "clip-by-leaf",
@@ -25,7 +25,7 @@ MUTANTS = (
         "taco_jax/train/optim.py",
         "optax.clip_by_global_norm(",
         "optax.clip_by_block_rms(",
-        ("tests/test_optim.py",),
+        ("tests/train/test_optim.py",),
     ),
     Mutant(
         "weight-decay",
@@ -33,7 +33,7 @@ MUTANTS = (
         "taco_jax/train/optim.py",
         'return leaf.ndim - stacked_dims * ("layers" in names) >= 2 and "bias" not in names[-1]',
         "return leaf.ndim >= 2",
-        ("tests/test_optim.py",),
+        ("tests/train/test_optim.py",),
     ),
     Mutant(
         "schedule",
@@ -41,7 +41,7 @@ MUTANTS = (
         "taco_jax/train/optim.py",
         "rise = jnp.minimum(1.0, (t + 1) / max(warmup, 1))",
         "rise = jnp.minimum(1.0, t / max(warmup, 1))",
-        ("tests/test_optim.py",),
+        ("tests/train/test_optim.py",),
     ),
     Mutant(
         "wrong-rank",
@@ -49,7 +49,7 @@ MUTANTS = (
         "taco_jax/train/shards.py",
         "lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * self.share, self.share, self.dim)",
         "lax.dynamic_slice_in_dim(x, (self.ranks - 1 - lax.axis_index(axis)) * self.share, self.share, self.dim)",
-        ("tests/test_data_parallel.py -k copies", "tests/test_data_parallel_step.py -k exact_steps_equal"),
+        ("tests/train/test_data_parallel.py -k copies", "tests/train/test_data_parallel_step.py -k exact_steps_equal"),
     ),
     Mutant(
         "share-padding",
@@ -57,7 +57,7 @@ MUTANTS = (
         "taco_jax/train/shards.py",
         "return jnp.where(row < self.shape[self.dim], x, 0)",
         "return jnp.where(row < self.shape[self.dim], x, x)",
-        ("tests/test_data_parallel.py -k padding",),
+        ("tests/train/test_data_parallel.py -k padding",),
     ),
     Mutant(
         "bucket-blocks",
@@ -65,7 +65,7 @@ MUTANTS = (
         "taco_jax/train/shards.py",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, 0)]",
-        ("tests/test_shares.py",),
+        ("tests/train/test_shards.py",),
     ),
     Mutant(
         "levels-order",
@@ -73,7 +73,7 @@ MUTANTS = (
         "taco_jax/train/data_parallel.py",
         "x = x_PN.reshape(*(level.ranks for level in reversed(self.levels.levels)), n)",
         "x = jnp.moveaxis(x_PN.reshape(*(level.ranks for level in self.levels.levels), n), -2, 0)",
-        ("tests/test_data_parallel.py -k sums",),
+        ("tests/train/test_data_parallel.py -k sums",),
     ),
     Mutant(
         "differences",
@@ -81,7 +81,7 @@ MUTANTS = (
         "taco_jax/train/data_parallel.py",
         "change = local(jax.tree.map(jnp.subtract, masters, own))",
         "change = local(jax.tree.map(jnp.subtract, own, masters))",
-        ("tests/test_data_parallel.py -k copies",),
+        ("tests/train/test_data_parallel.py -k copies",),
     ),
     Mutant(
         "skipped-step",
@@ -89,7 +89,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "opt_state=keep(opt_state, state.opt_state),",
         "opt_state=opt_state,",
-        ("tests/test_step.py -k non_finite",),
+        ("tests/train/test_step.py -k non_finite",),
     ),
     Mutant(
         "skipped-scales",
@@ -97,7 +97,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "scales=keep(scales, state.scales),",
         "scales=scales,",
-        ("tests/test_step.py -k non_finite",),
+        ("tests/train/test_step.py -k non_finite",),
     ),
     Mutant(
         "skipped-position",
@@ -105,7 +105,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "step=state.step + 1,",
         "step=state.step + 1 - bad,",
-        ("tests/test_step.py -k non_finite",),
+        ("tests/train/test_step.py -k non_finite",),
     ),
     Mutant(
         "in-a-row",
@@ -113,7 +113,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,",
         "skipped_in_a_row=state.skipped_in_a_row + bad,",
-        ("tests/test_step.py -k in_a_row",),
+        ("tests/train/test_step.py -k in_a_row",),
     ),
     Mutant(
         "calibration-ends",
@@ -121,7 +121,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "calibrated = state.step >= self.config.compression.calibration_steps",
         "calibrated = state.step < 0",
-        ("tests/test_step.py -k after_the_steps_that_set",),
+        ("tests/train/test_step.py -k after_the_steps_that_set",),
     ),
     Mutant(
         "grad-norm",
@@ -129,7 +129,7 @@ MUTANTS = (
         "taco_jax/train/step.py",
         "return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))",
         "return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))",
-        ("tests/test_step.py -k norm_of_the_gradients",),
+        ("tests/train/test_step.py -k norm_of_the_gradients",),
     ),
     Mutant(
         "stats-clipped",
@@ -137,7 +137,7 @@ MUTANTS = (
         "taco_jax/codec/codec.py",
         "sums = (z * z, (decoded - z) ** 2, jnp.abs(z) > limit[..., None], (z != 0) & (decoded == 0))",
         "sums = (z * z, (decoded - z) ** 2, (z != 0) & (decoded == 0), jnp.abs(z) > limit[..., None])",
-        ("tests/test_codec_values.py -k measure",),
+        ("tests/codec/test_codec_values.py -k measure",),
     ),
     Mutant(
         "stage-order",
@@ -145,7 +145,7 @@ MUTANTS = (
         "taco_jax/pipeline/send.py",
         "return tuple((stage, (stage + 1) % stages) for",
         "return tuple(((stage + 1) % stages, stage) for",
-        ("tests/test_pipeline.py -k 'gradients_equal and gpipe'",),
+        ("tests/pipeline/test_pipeline.py -k 'gradients_equal and gpipe'",),
     ),
     Mutant(
         "microbatch-lost",
@@ -153,7 +153,7 @@ MUTANTS = (
         "taco_jax/pipeline/one_f1b.py",
         "        m = t - 2 * (schedule.stages - 1) + stage\n        live = (m >= 0) & (m < schedule.microbatches)",
         "        m = t - 2 * (schedule.stages - 1) + stage\n        live = (m >= 0) & (m < schedule.microbatches - 1)",
-        ("tests/test_pipeline.py -k 'gradients_equal and 1f1b'",),
+        ("tests/pipeline/test_pipeline.py -k 'gradients_equal and 1f1b'",),
     ),
     Mutant(
         "circular-items",
@@ -161,7 +161,7 @@ MUTANTS = (
         "taco_jax/config/schedule.py",
         "microbatch, chunk = group * self.stages + rest % self.stages, rest // self.stages",
         "microbatch, chunk = group * self.stages + rest // self.chunks, rest % self.chunks",
-        ("tests/test_pipeline_schedule.py",),
+        ("tests/pipeline/test_pipeline_schedule.py",),
     ),
     Mutant(
         "empty-ticks",
@@ -169,7 +169,7 @@ MUTANTS = (
         "taco_jax/pipeline/send.py",
         "return scales._replace(slot=jnp.where(live, scales.slot, 0))",
         "return scales",
-        ("tests/test_pipeline.py -k test_compressed",),
+        ("tests/pipeline/test_pipeline.py -k test_compressed",),
     ),
     Mutant(
         "windows",
@@ -177,7 +177,7 @@ MUTANTS = (
         "taco_jax/data/loader.py",
         "start = int(index) * self.length",
         "start = int(index) * (self.length + 1)",
-        ("tests/test_data.py",),
+        ("tests/data/test_data.py",),
     ),
     Mutant(
         "position-in-batches",
@@ -185,7 +185,7 @@ MUTANTS = (
         "taco_jax/data/loader.py",
         "rest = ordered.slice(slice(samples, 1 << 62))",
         "rest = ordered.slice(slice(samples // self.batch, 1 << 62))",
-        ("tests/test_data.py",),
+        ("tests/data/test_data.py",),
     ),
     Mutant(
         "position-after-resume",
@@ -193,7 +193,7 @@ MUTANTS = (
         "taco_jax/train/loop.py",
         'self.batches.restore(run["data"])',
         'run["data"]',
-        ("tests/test_train.py -k 'six_steps or resumed'",),
+        ("tests/train/test_train.py -k 'six_steps or resumed'",),
     ),
     Mutant(
         "evaluation-weights",
@@ -201,7 +201,7 @@ MUTANTS = (
         "taco_jax/data/loader.py",
         "np.repeat(real[:, None], windows.length, 1)",
         "np.repeat(real[:, None] | True, windows.length, 1)",
-        ("tests/test_data.py",),
+        ("tests/data/test_data.py",),
     ),
     Mutant(
         "device-rows",
@@ -209,7 +209,7 @@ MUTANTS = (
         "taco_jax/data/loader.py",
         "lambda index: array[index])",
         "lambda index: array[: len(array[index])])",
-        ("tests/test_data.py -k device_batch",),
+        ("tests/data/test_data.py -k device_batch",),
     ),
     Mutant(
         "checkpoint-shapes",
@@ -217,7 +217,7 @@ MUTANTS = (
         "taco_jax/train/checkpoint.py",
         "a == b or min(a, b) >= vocab_size",
         "a == b or min(a, b) >= 1",
-        ("tests/test_checkpoint.py -k other_shapes",),
+        ("tests/train/test_checkpoint.py -k other_shapes",),
     ),
     Mutant(
         "checkpoint-scales",
@@ -225,7 +225,7 @@ MUTANTS = (
         "taco_jax/train/checkpoint.py",
         "restored[_SCALES] = fresh | restored[_SCALES] if kept else fresh",
         "restored[_SCALES] = fresh",
-        ("tests/test_checkpoint.py -k both",),
+        ("tests/train/test_checkpoint.py -k both",),
     ),
     Mutant(
         "checkpoint-elsewhere",
@@ -233,7 +233,7 @@ MUTANTS = (
         "taco_jax/train/state_layout.py",
         "return lax.slice_in_dim(x, 0, c.shape[c.dim], axis=c.dim)",
         "return lax.slice_in_dim(x, x.shape[c.dim] - c.shape[c.dim], x.shape[c.dim], axis=c.dim)",
-        ("tests/test_data_parallel_step.py -k restored_on_any_mesh",),
+        ("tests/train/test_data_parallel_step.py -k restored_on_any_mesh",),
     ),
     Mutant(
         "flops",
@@ -241,7 +241,7 @@ MUTANTS = (
         "taco_jax/train/metrics.py",
         "12 * model.n_layers * length * query",
         "6 * model.n_layers * length * query",
-        ("tests/test_metrics.py",),
+        ("tests/train/test_metrics.py",),
     ),
     Mutant(
         "records-twice",
@@ -249,7 +249,7 @@ MUTANTS = (
         "taco_jax/train/metrics.py",
         'kept = [r for r in records if r["step"] <= step]',
         'kept = [r for r in records if r["step"] < step]',
-        ("tests/test_metrics.py",),
+        ("tests/train/test_metrics.py",),
     ),
     Mutant(
         "dry-run-memory",
@@ -257,7 +257,7 @@ MUTANTS = (
         "taco_jax/train/dry_run.py",
         "math.prod(a.sharding.shard_shape(a.shape))",
         "math.prod(a.shape)",
-        ("tests/test_estimate.py -k memory_is",),
+        ("tests/train/test_dry_run.py -k memory_is",),
     ),
     Mutant(
         "dry-run-bytes",
@@ -265,7 +265,7 @@ MUTANTS = (
         "taco_jax/collectives/message.py",
         '{"collective-permute": 1.0}.get(opcode, (ranks - 1) / ranks)',
         "1.0",
-        ("tests/test_sites.py", "tests/test_estimate.py -k listed"),
+        ("tests/collectives/test_comm_log.py", "tests/train/test_dry_run.py -k listed"),
     ),
     Mutant(
         "slurm-rank",
@@ -273,7 +273,7 @@ MUTANTS = (
         "taco_jax/launch/launchers.py",
         '_number(env, "SLURM_PROCID"),',
         '_number(env, "SLURM_LOCALID"),',
-        ("tests/test_launchers.py",),
+        ("tests/launch/test_launchers.py",),
     ),
     Mutant(
         "local-devices",
@@ -281,7 +281,7 @@ MUTANTS = (
         "taco_jax/launch/launchers.py",
         "return list(range(launch.local * each, (launch.local + 1) * each))",
         "return list(range(each))",
-        ("tests/test_launchers.py",),
+        ("tests/launch/test_launchers.py",),
     ),
     Mutant(
         "first-host",
@@ -289,7 +289,7 @@ MUTANTS = (
         "taco_jax/launch/launchers.py",
         r'return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)',
         r'return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", first)',
-        ("tests/test_launchers.py",),
+        ("tests/launch/test_launchers.py",),
     ),
     Mutant(
         "silence",
@@ -297,7 +297,7 @@ MUTANTS = (
         "taco_jax/launch/rendezvous.py",
         "time.monotonic() - peer.line.heard > self.silence:",
         "time.monotonic() - peer.line.heard > 1e9:",
-        ("tests/test_rendezvous.py -k silence",),
+        ("tests/launch/test_rendezvous.py -k silence",),
     ),
     Mutant(
         "cause",
@@ -305,7 +305,7 @@ MUTANTS = (
         "taco_jax/launch/rendezvous.py",
         'rank = 1 if message.get("own") else 0 if message.get("killed") else 2',
         'rank = 1 if message.get("own") else 2 if message.get("killed") else 0',
-        ("tests/test_rendezvous.py -k cause",),
+        ("tests/launch/test_rendezvous.py -k cause",),
     ),
     Mutant(
         "settings",
@@ -313,6 +313,6 @@ MUTANTS = (
         "taco_jax/launch/rendezvous.py",
         "if mine.get(key) != others[key]:",
         "if key not in mine:",
-        ("tests/test_rendezvous.py -k other_settings",),
+        ("tests/launch/test_rendezvous.py -k other_settings",),
     ),
 )

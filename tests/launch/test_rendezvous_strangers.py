@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from test_rendezvous import Meeting
+from meetings import Meeting
 
 from taco_jax.launch import rendezvous
 

@@ -14,9 +14,8 @@ from helpers import make_mesh
 from hlo import collectives, groups, program
 from jax.sharding import PartitionSpec as P
 from reference_codec import REFERENCES, snr_db
-from reference_collectives import model_hierarchical, model_hierarchical_gather, model_hierarchical_scatter
+from reference_collectives import DTYPES, model_hierarchical, model_hierarchical_gather, model_hierarchical_scatter
 from shards import bits_of_every_device, per_rank
-from test_collectives import DTYPES
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import COLLECTIVES, relative, weights, x_of
+from gradients import COLLECTIVES, relative, slots_of, weights, x_of
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
 from reference_codec import ELEMENTS, REFERENCES
@@ -13,17 +13,6 @@ from shards import per_rank
 import taco_jax
 from taco_jax import Compression, SiteScales
 from taco_jax.compression.site_scales import STATS_WIDTH
-
-
-def slots_of(f, ranks, x_P, exponents, width=1, **options):
-    """The slot's cotangent on each rank of the sum of all losses f(x, scales), float32[P, 2, K], and x's."""
-
-    def local(x, slot):
-        g = jax.grad(lambda slot, x: f(x, SiteScales(exponents, slot)), argnums=(0, 1))(slot, x)
-        return g
-
-    slots = np.zeros((ranks, 2, width), np.float32)
-    return jax.tree.map(np.asarray, per_rank(local, ranks, **options)(x_P, slots))
 
 
 def largest(ref, x):

@@ -5,7 +5,10 @@ Each returns the ranks' outputs and the messages, (opcode, uint8 elements of the
 
 import math
 
+import ml_dtypes
 import numpy as np
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def model_two_shot(ref, x_P, exponent):

@@ -136,8 +136,8 @@ def test_six_steps_are_three_a_resume_and_three(whole, three, tmp_path):
 
 
 def test_a_workdir_of_the_version_before_goes_on(whole, tmp_path):
-    """tests/data/before.tar.xz: three of the six steps, written before modules moved into folders."""
-    with tarfile.open(REPOSITORY / "tests" / "data" / "before.tar.xz") as files:
+    """tests/support/before.tar.xz: three of the six steps, written before modules moved into folders."""
+    with tarfile.open(REPOSITORY / "tests" / "support" / "before.tar.xz") as files:
         files.extractall(tmp_path, filter="data")
     record = train(make_config(tmp_path / "before"))
     assert record["step"] == 6 and saved_steps(tmp_path / "before") == saved_steps(whole)

@@ -217,7 +217,7 @@ def test_no_kernel_takes_it_and_the_reason_is_given():
 def test_sums_are_those_of_what_was_sent(options):
     """What ranks rotate differs by their largest elements: sums are taken of tiles as they are.
 
-    A sum of two hops in one piece is in test_feedback.py.
+    A sum of two hops in one piece is in test_error_feedback.py.
     """
     x_P = np.stack([outliers(3, 250, seed) for seed in range(4)])
     y = per_rank(lambda x: spelled_out.psum(x, "tp", codec="tah4", **options), 4, invarying_out=True)(x_P)

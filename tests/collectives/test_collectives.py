@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 import spelled_out
@@ -12,6 +11,7 @@ from hlo import collectives
 from jax import lax
 from reference_codec import REFERENCES, Reference, snr_db
 from reference_collectives import (
+    DTYPES,
     model_all_gather,
     model_all_to_all,
     model_one_shot,
@@ -24,8 +24,6 @@ from shards import bits_of_every_device, per_rank
 import taco_jax
 from taco_jax import Codec
 from taco_jax.collectives import comm_log
-
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def ring(axis):

@@ -1,38 +1,31 @@
 """The decoder on emulated meshes against itself on one device: gradients, messages, parameters, refusals."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import collectives
-from model_helpers import CONFIGS, GPT2, LLAMA, QWEN2, Run, assert_gradients_close, by_path, unpadded
+from model_helpers import (
+    CONFIGS,
+    GPT2,
+    LLAMA,
+    QWEN2,
+    Run,
+    assert_gradients_close,
+    by_path,
+    check_decoder,
+    reference_gradients,
+    unpadded,
+)
 
 from taco_jax.models import decoder
-from taco_jax.models.config import ModelConfig, valid_tp, validate
+from taco_jax.models.config import valid_tp, validate
 from taco_jax.models.presets import PRESETS, preset
 from taco_jax.models.run_config import Parallel
 
 SLOW = pytest.mark.slow
-
-
-@functools.cache
-def _reference(config: ModelConfig):
-    loss, gradients, _ = Run(config).gradients()
-    return loss, gradients
-
-
-def _check(run: Run):
-    loss, gradients, amax = run.gradients()
-    want_loss, want = _reference(run.config)
-    if run.codec is None:
-        np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    else:
-        np.testing.assert_allclose(loss, want_loss, rtol=2e-3)
-    assert_gradients_close(gradients, want, exact=run.codec is None)
-    return amax
 
 
 # On every change every value at least once but llama, which has no part that others lack; every night with every other.
@@ -47,7 +40,7 @@ def _check(run: Run):
     ],
 )
 def test_gradients_equal_those_of_one_device(name, tp, dp, sequence_parallel, remat):
-    _check(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, remat=remat))
+    check_decoder(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, remat=remat))
 
 
 # Their messages are counted below.
@@ -68,7 +61,7 @@ TIED = Run(GPT2, tp=4, sequence_parallel=True, remat="full", codec="taco")
     ],
 )
 def test_compressed_gradients(run):
-    amax = _check(run)
+    amax = check_decoder(run)
     for site, slot in amax.items():
         forward = site in ("embed", "layers/attn/out", "layers/mlp/down")
         # Without sequence parallelism each site has a message in one direction only.
@@ -78,9 +71,9 @@ def test_compressed_gradients(run):
 
 def test_site_scales_reach_the_codec():
     # Block scales of activations lie near 2^-9 here, of gradients near 2^-17: these exponents fit, absurd ones clip.
-    _check(dataclasses.replace(PLAIN, exponents=(-8, -16)))
+    check_decoder(dataclasses.replace(PLAIN, exponents=(-8, -16)))
     with pytest.raises(AssertionError, match="error|Not equal"):
-        _check(dataclasses.replace(PLAIN, exponents=(-60, -60)))
+        check_decoder(dataclasses.replace(PLAIN, exponents=(-60, -60)))
 
 
 @SLOW
@@ -89,7 +82,7 @@ def test_site_scales_reach_the_codec():
 @pytest.mark.parametrize("tp, dp", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_full_product(name, tp, dp, sequence_parallel, remat):
-    _check(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, remat=remat))
+    check_decoder(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, remat=remat))
 
 
 @SLOW
@@ -98,13 +91,13 @@ def test_gradients_full_product(name, tp, dp, sequence_parallel, remat):
 @pytest.mark.parametrize("tp, dp", [(2, 1), (4, 2), (8, 1)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_compressed_gradients_full_product(name, tp, dp, sequence_parallel, codec):
-    _check(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, codec=codec, remat="full"))
+    check_decoder(Run(CONFIGS[name], tp=tp, dp=dp, sequence_parallel=sequence_parallel, codec=codec, remat="full"))
 
 
 @SLOW
 @pytest.mark.parametrize("name", CONFIGS)
 def test_int4_gradients_are_printed(name, capsys):
-    _, want = _reference(CONFIGS[name])
+    _, want = reference_gradients(CONFIGS[name])
     _, got, _ = Run(CONFIGS[name], tp=4, codec="int4h").gradients()
     with capsys.disabled():
         for path, leaf in want.items():
@@ -113,7 +106,7 @@ def test_int4_gradients_are_printed(name, capsys):
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2", pytest.param("llama", marks=SLOW)])
 def test_every_leaf_has_a_gradient(name):
-    for path, leaf in _reference(CONFIGS[name])[1].items():
+    for path, leaf in reference_gradients(CONFIGS[name])[1].items():
         whole = name == "gpt2" and path == "layers/attn/k/bias"  # softmax does not see a shift of all scores
         assert whole or np.abs(leaf).max() > 1e-7, path
 
@@ -124,7 +117,7 @@ def test_every_leaf_has_a_gradient(name):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["tied", "untied"])
 def test_vocabulary_that_needs_padding(config, tp):
     config = dataclasses.replace(config, vocab_size=50_257, d_model=16, n_layers=1, d_mlp=32)
-    _check(Run(config, tp=tp, sequence_parallel=tp == 4))
+    check_decoder(Run(config, tp=tp, sequence_parallel=tp == 4))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ def test_bfloat16_stays_close_to_float32():
     """Gradients of what every rank has are summed in float32."""
     run = Run(QWEN2, tp=8, dtype=jnp.bfloat16, sequence_parallel=True, remat="full")
     loss, gradients, _ = run.gradients()
-    want_loss, want = _reference(QWEN2)
+    want_loss, want = reference_gradients(QWEN2)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-3)
     assert all(leaf.dtype == np.float32 for leaf in gradients.values())
     assert_gradients_close(gradients, want, exact=False)

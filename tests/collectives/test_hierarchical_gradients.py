@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gradients import slots_of
 from helpers import make_mesh
 from hlo import collectives
 from jax.sharding import PartitionSpec as P
-from model_helpers import CONFIGS, Run, compare_replicas
+from megatron_mlp import check_pair
+from model_helpers import CONFIGS, Run, check_decoder, compare_replicas
 from reference_codec import snr_db
 from shards import bits_of_every_device, per_rank
-from test_decoder import _check
-from test_slots import slots_of
-from test_tensor_parallel import check_pair
 
 import taco_jax
 from taco_jax import CODECS, UNCALIBRATED, Codec, CompressedDense, Compression, SiteScales
@@ -55,7 +54,7 @@ def test_messages_of_a_model(name, settings):
 @pytest.mark.slow  # gradients of the pairs that models consist of are above
 @pytest.mark.parametrize("name,settings", MODELS)
 def test_gradients_of_a_model(name, settings):
-    _check(Run(CONFIGS[name], codec="taco", **settings))
+    check_decoder(Run(CONFIGS[name], codec="taco", **settings))
 
 
 def test_slots_hold_the_largest_scale_of_every_hop():
@@ -150,7 +149,7 @@ def test_messages_under_way_have_a_hop_for_each_collective():
 
 def trained(**changes):
     """(losses of a few steps, program, state) with tp 8 on emulated hosts of 4."""
-    from test_data_parallel_step import ADAM, CONFIG, batch
+    from data_parallel_programs import ADAM, CONFIG, batch
 
     from taco_jax.config import CompressionConfig, MeshConfig
     from taco_jax.mesh import make_mesh

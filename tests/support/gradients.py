@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from shards import per_rank
+
+from taco_jax import SiteScales
 
 
 def ranks():
@@ -42,3 +45,14 @@ def relative(g, expected):
 
 def x_of(ranks, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).normal(size=(ranks, 8, 48)).astype(dtype)
+
+
+def slots_of(f, ranks, x_P, exponents, width=1, **options):
+    """The slot's cotangent on each rank of the sum of all losses f(x, scales), float32[P, 2, K], and x's."""
+
+    def local(x, slot):
+        g = jax.grad(lambda slot, x: f(x, SiteScales(exponents, slot)), argnums=(0, 1))(slot, x)
+        return g
+
+    slots = np.zeros((ranks, 2, width), np.float32)
+    return jax.tree.map(np.asarray, per_rank(local, ranks, **options)(x_P, slots))

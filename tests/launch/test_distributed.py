@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from helpers import REPOSITORY, until
+from meetings import free_port
 from programs import shared_programs
-from test_rendezvous import free_port
 
 from taco_jax.config import MeshConfig
 from taco_jax.config.cli import load

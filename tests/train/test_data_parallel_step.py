@@ -7,45 +7,23 @@ import json
 import jax
 import numpy as np
 import pytest
+from data_parallel_programs import ADAM, CONFIG, MODEL, SGD, batch
 from hlo import collectives
 from model_helpers import assert_gradients_close, by_path, compare_replicas, unpadded
 
 from taco_jax.codec import CODECS
 from taco_jax.config import (
     CheckpointConfig,
-    CompressionConfig,
-    DataConfig,
     DataParallelConfig,
     EvalConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
-    TrainConfig,
 )
 from taco_jax.mesh import make_mesh
 from taco_jax.train import loop as trainer
 from taco_jax.train.checkpoint import Checkpoints
 from taco_jax.train.step import build
 
-# Three layers of width 36: most leaves have a dim that 2, 4 or 8 ranks divide, norms have none that 8 do.
-MODEL = ModelConfig(
-    vocab_size=300, d_model=36, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=8, d_mlp=64, gated_mlp=False,
-    activation="gelu_tanh", mlp_bias=True, max_length=64,
-)  # fmt: skip
-# With a large eps AdamW's step is the gradient's mean times learning_rate / eps; what has almost no gradient stays.
-SGD = OptimizerConfig(
-    learning_rate=100, min_learning_rate=100, warmup_steps=0, eps=1e3, weight_decay=1e-5, clip_norm=None
-)
-ADAM = OptimizerConfig(learning_rate=3e-3, warmup_steps=0, eps=1e-5, clip_norm=0.1)
-CONFIG = TrainConfig(
-    model=MODEL,
-    compression=CompressionConfig("none", "none"),
-    data=DataConfig(sequence_length=16),
-    optimizer=SGD,
-    global_batch=8,
-    steps=20,
-    compute_dtype="float32",
-)
 SLOW = pytest.mark.slow
 
 
@@ -63,12 +41,6 @@ def on(dp=1, tp=1, config=CONFIG, optimizer=None, **data_parallel):
 
 def program(config):
     return build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
-
-
-def batch(p, step=0):
-    shape = (p.config.global_batch, p.config.data.sequence_length + 1)
-    tokens = np.random.default_rng(step).integers(0, p.config.model.vocab_size // 4, shape, np.int32)
-    return {"tokens": jax.device_put(tokens, p.batch_sharding)}
 
 
 def whole(p, tree):

@@ -212,3 +212,21 @@ def assert_gradients_close(got: dict[str, np.ndarray], want: dict[str, np.ndarra
             assert error <= 0.15 * size, f"{path}: error {error / size:.1%}"
             ratio = norm(got[path]) / size
             assert abs(ratio - 1) <= 0.05, f"{path}: norm ratio {ratio:.3f}"
+
+
+@functools.cache
+def reference_gradients(config: ModelConfig):
+    loss, gradients, _ = Run(config).gradients()
+    return loss, gradients
+
+
+def check_decoder(run: Run):
+    """Loss and gradients of a run against those of the model on one device; returns the amax slots'."""
+    loss, gradients, amax = run.gradients()
+    want_loss, want = reference_gradients(run.config)
+    if run.codec is None:
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(loss, want_loss, rtol=2e-3)
+    assert_gradients_close(gradients, want, exact=run.codec is None)
+    return amax

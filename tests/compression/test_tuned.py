@@ -34,7 +34,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_a_file_of_the_version_before(tmp_path):
-    with tarfile.open(REPOSITORY / "tests" / "data" / "before.tar.xz") as files:
+    with tarfile.open(REPOSITORY / "tests" / "support" / "before.tar.xz") as files:
         files.extract("before/tuned.json", tmp_path, filter="data")
     best, sums = ((1024, 1, "all_to_all"), (65536, 2, "ring")), ((1024, 1, "one_shot"), (65536, 2, "two_shot"))
     assert tuned.read(tmp_path / "before" / "tuned.json") == {NAME: {"taco": Tuned(4096, best, sums)}}
