@@ -37,8 +37,9 @@ def psum_with_feedback(
     kernels around NCCL's collectives: those that go otherwise keep no wires.
 
     Args:
-      x: one float array. error: what the sum before this one returned, or None.
-      Others as of `psum`.
+      x: one float array.
+      error: what the sum before this one returned, or None.
+      compression, scales, key, site: as of `psum`.
 
     Returns:
       y of x's shape and dtype, varying -> invarying; error' of x's shape and dtype, varying.
@@ -49,8 +50,8 @@ def psum_with_feedback(
     Gradients: of y as psum's. The errors have none: to a gradient, Q(u) is u.
 
     Raises:
-      As psum; TypeError for a tree or a dtype that is no float; ValueError for an error of another shape, and for
-      algorithm="hierarchical", between_hosts and link="nvlink".
+      ValueError: as psum; an error of another shape; algorithm="hierarchical", between_hosts and link="nvlink".
+      TypeError: as psum; a tree, or a dtype that is no float.
     """
     call = _check_call("psum_with_feedback", axis_name, compression, scales=scales, key=key)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):

@@ -59,7 +59,7 @@ class CompressionConfig:
     """How the tensor-parallel messages are written as bytes."""
 
     forward: str = "taco"
-    """Codec of the activations: taco, int8h, int6h, ... (README), or with fields changed, int4h,block=32; or none."""
+    """Codec of the activations: taco, int8h... (docs/codecs.md), or with fields changed, int4h,block=32; or none."""
     backward: str = "taco"
     """Codec of the activations' gradients, from the same presets; none sends them exactly."""
     min_bytes: int | None = None

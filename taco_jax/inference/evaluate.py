@@ -25,7 +25,7 @@ class PerplexityConfig:
     text: str = ""
     """Text file (UTF-8)."""
     codec: tuple[str, ...] = ("none",)
-    """Codecs of the sums over devices: mxfp4, int8h, ... (README), fields changed after commas: int4h,block=32."""
+    """Codecs of the sums over devices: mxfp4, int8h... (docs/codecs.md), fields after commas: int4h,block=32."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites, before codec: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     tp: int = 1

@@ -1,75 +1,42 @@
-"""The README keeps its promises: its Python runs, its files exist, its numbers come from experiments/results/.
+"""Every `python` block of the README and of docs/ runs; results say where they come from.
 
-A number in the README is a link to where it comes from, a JSON file and the dotted key in it, rounded as shown:
-`[1.71](experiments/results/quickstart/summary.json "taco.loss")`; with a percent sign the value is a fraction. Decimal
-numbers elsewhere are errors, versions and code apart.
+A block marked `py` needs what the tests do not have, and a comment before it says what. `test_documents.py` has what
+needs no process.
 """
 
-import json
 import re
+import subprocess
 
 import pytest
+from documents import PAGES, blocks
 from helpers import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text()
-TEXT = re.sub(r"<!--.*?-->", "", README, flags=re.S)
-PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.S)
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
-LINKS = re.findall(r"\[([^\]]*)\]\(([^)\s]+)(?:\s+\"([^\"]*)\")?\)", PROSE)
-
-
-def quoted_numbers():
-    return [(text, path, key) for text, path, key in LINKS if path.endswith(".json")]
+BLOCKS = [(page.name, code) for page in PAGES for code in blocks(page, "python")]
 
 
 def test_there_is_something_to_test():
-    assert BLOCKS
-    assert "python -m taco_jax.train --config experiments/quickstart.py" in README
-    assert "python -m pytest" in README
+    assert [name for name, _ in BLOCKS] == ["README.md", "layers.md"]
+    (quickstart, *_) = blocks(PAGES[0], "bash")
+    assert "pip install . && " in quickstart
+    assert "python -m taco_jax.train --config experiments/quickstart.py" in quickstart
+
+
+def test_ci_finds_the_test_command():
+    script = f"cd '{REPOSITORY}' && source .ci/common.sh && test_command"
+    command = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert command in blocks(PAGES[0], "bash") and "-m pytest -n 2 --dist loadfile" in command
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_python_block_runs(number, run_python):
-    result = run_python(BLOCKS[number], devices=8)
+    _, code = BLOCKS[number]
+    result = run_python(code, devices=8)
     assert "nan" not in result.stdout.lower()
-    if "CompressedDense" in BLOCKS[number]:
+    if "CompressedDense" in code:
         losses = [float(line.split()[1]) for line in result.stdout.splitlines()]
         assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
-
-
-def test_links_and_pictures_exist():
-    missing = [path for _, path, _ in LINKS if "://" not in path and not (REPOSITORY / path.split("#")[0]).exists()]
-    assert not missing, f"the README links to files that are not there: {missing}"
-
-
-def test_files_of_the_tour_exist():
-    tour = re.search(r"## A tour of the files\n(.*?)\n## ", PROSE, flags=re.S)[1]
-    rows = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
-    paths = [path for row in rows for path in re.findall(r"`([^`]+)`", row)]
-    assert len(paths) > 20
-    missing = [path for path in paths if not (REPOSITORY / path).exists()]
-    assert not missing, f"the README's tour names files that are not there: {missing}"
-
-
-def test_numbers_come_from_results():
-    for text, path, key in quoted_numbers():
-        value = json.loads((REPOSITORY / path).read_text())
-        for part in key.split("."):
-            value = value[int(part) if isinstance(value, list) else part]
-        shown = re.search(r"-?\d[\d,]*(?:\.(\d+))?", text)
-        assert shown, f"[{text}]({path}) shows no number"
-        scale = 100 if "%" in text else 1
-        digits = len(shown[1] or "")
-        assert f"{value * scale:.{digits}f}" == shown[0].replace(",", ""), f"README says {text}, {path} says {value}"
-
-
-def test_no_number_without_a_source():
-    prose = re.sub(r"\[[^\]]*\]\([^)]*\)", "", PROSE)  # links carry their own source
-    prose = re.sub(r"`[^`]*`", "", prose)  # code
-    versions = r"(python|jax|apache|arxiv|version|capability)[\s-]*\d+(\.\d+)+((,| and| to| or) \d+(\.\d+)+)*"
-    prose = re.sub(versions, "", prose, flags=re.I)
-    loose = re.findall(r"\d+\.\d+", prose)
-    assert not loose, f"numbers without a source in the README: {loose}"
+    else:
+        assert re.fullmatch(r"relative error of the compressed sum: 0\.0\d\d\n", result.stdout)
 
 
 def test_every_result_is_in_the_index_and_says_where_it_comes_from():

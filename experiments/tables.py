@@ -1,0 +1,229 @@
+"""Writes the figures of README.md and docs/*.md from experiments/results/*/summary.json.
+
+    python experiments/tables.py             writes every page anew
+    python experiments/tables.py --check     exit code 1 if a page would change, and its name
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of `TABLES` below. A figure of
+the text has its source behind it: `1.94<!-- quickstart: taco.ratio -->` is rounded to the decimals that it shows, and
+`0.4 %<!-- ... -->` shows a fraction as percent. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- table: {} -->", "<!-- end of table -->"
+# What begins a table, its body where the end is found before another table begins, and that end.
+MARKED = re.compile(r"<!-- table: (\S+) -->(?:((?:(?!<!-- table: ).)*?)<!-- end of table -->)?", re.S)
+# A number, its unit, the folder of results and the dotted key.
+FIGURE = re.compile(r"(-?\d[\d,]*(?:\.(\d+))?)( ?%|)<!-- (\w+): (.+?) -->")
+PRESETS = ("taco", "int8h", "int6h", "int5h", "int4h", "mxfp4")
+Row = Sequence[str]
+
+
+class TableError(ValueError):
+    """A page, a mark or a result that cannot be. Its message is one line. Exit code 2."""
+
+
+class Figures:
+    """Figures of the results under ROOT/experiments/results, as text."""
+
+    def __init__(self, root: Path):
+        self.results = root / "experiments" / "results"
+
+    @functools.cache  # noqa: B019 (lives as long as the program)
+    def _summary(self, folder: str):
+        path = self.results / folder / "summary.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise TableError(f"{path}: cannot be read as results ({type(error).__name__}); name a folder of "
+                             "experiments/results that has a summary.json") from None  # fmt: skip
+
+    def value(self, folder: str, key: str) -> float:
+        """The number at a dotted key. Raises TableError where there is none."""
+        value = self._summary(folder)
+        for part in key.split("."):
+            try:
+                value = value[int(part) if isinstance(value, list) else part]
+            except (KeyError, IndexError, TypeError, ValueError):
+                known = ", ".join(map(str, value))[:200] if isinstance(value, dict) else f"a {type(value).__name__}"
+                raise TableError(f"{folder}: {key!r} has no {part!r}; there is {known}") from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TableError(f"{folder}: {key!r} is a {type(value).__name__}; a figure is a number")
+        return value
+
+    def number(self, folder: str, key: str, decimals: int = 0) -> str:
+        return f"{self.value(folder, key):.{decimals}f}"
+
+    def times(self, folder: str, key: str, decimals: int = 2) -> str:
+        """How many times as fast."""
+        return f"{self.number(folder, key, decimals)}x"
+
+    def percent(self, folder: str, key: str) -> str:
+        """A fraction in percent: one decimal, below 0.1 % two."""
+        value = 100 * self.value(folder, key)
+        return f"{value:.{2 if abs(value) < 0.1 else 1}f} %"
+
+    def change(self, folder: str, key: str, decimals: int) -> str:
+        """A fraction in percent, with its sign."""
+        return f"{100 * self.value(folder, key):+.{decimals}f} %"
+
+
+# The tables: the head, then the rows.
+
+
+def headline(figures: Figures) -> Iterable[Row]:
+    """README's. At most ten figures (tests/project/test_documents.py)."""
+    yield "", "`taco`", "`int6h`", "`int4h`"
+    step = [figures.times("qwen7b_tp4_kernels", f"host.{codec}.speedup") for codec in ("taco", "int6h", "int4h")]
+    yield "Training step of a 7B model, tp 4, link over host memory: speed against exact", *step
+    over_nvlink = figures.times("qwen7b_tp4_nvlink", "nvlink.taco.speedup")
+    yield "The same step over NVLink, one kernel a sum", over_nvlink, "", ""
+    sums = [figures.times("allreduce_4gpus", f"65536.{codec}.speedup") for codec in ("taco", "int4h")]
+    yield "Sum of 64M elements over NVLink, 4 GPUs, one kernel: speed against NCCL's in bf16", sums[0], "", sums[1]
+    loss = [figures.change("accuracy", f"gpt2_124m.{codec}.difference", 2) for codec in ("taco", "int6h")]
+    yield "Validation loss of GPT-2 124M trained at tp 2, mean of the seeds, against exact", *loss, ""
+    change = [figures.change("perplexity_smollm2", f"{c}_feedback.change", 1) for c in ("taco", "int4h")]
+    yield (
+        "Perplexity of a 135M model at tp 3 with error feedback (emulated), against exact",
+        change[0],
+        "",
+        change[1],
+    )
+
+
+def step_7b(figures: Figures) -> Iterable[Row]:
+    codecs = ("taco", "int6h", "int4h")
+    yield "link", "exact", *(f"`{codec}`" for codec in codecs), "nothing sent: the ceiling"
+    for link, name in (("host", "host memory (`NCCL_P2P_DISABLE=1`)"), ("nvlink", "NVLink")):
+        cells = [figures.number("qwen7b_tp4_kernels", f"{link}.none.ms")]
+        for codec in (*codecs, "free"):
+            key = f"{link}.{codec}"
+            speed = figures.times("qwen7b_tp4_kernels", f"{key}.speedup")
+            cells.append(f"{figures.number('qwen7b_tp4_kernels', f'{key}.ms')} ({speed})")
+        yield name, *cells
+
+
+def codec_kernels(figures: Figures) -> Iterable[Row]:
+    cards = ("h100", "h200")
+    yield "codec", "encode, H100", "H200", "decode, H100", "H200", "reduce 4 wires, H100", "H200"
+    for codec in PRESETS:
+        cells = []
+        for operation in ("encode", "decode", "reduce"):
+            for card in cards:
+                folder, key = f"codec_kernels_{card}", f"codecs.{codec}.mosaic.{operation}"
+                share = figures.number(folder, f"{key}.of_copy", 2)
+                cells.append(f"{share} ({figures.times(folder, f'{key}.against_xla', 1)})")
+        yield f"`{codec}`", *cells
+
+
+def sums_nvlink(figures: Figures) -> Iterable[Row]:
+    yield "elements", "`taco`, 4 GPUs", "`int4h`", "separate kernels, `taco`", "`taco`, 2 GPUs", "`int4h`"
+    for millions in (4, 16, 64, 256):
+        key = str(1024 * millions)
+        four = [figures.times("allreduce_4gpus", f"{key}.{codec}.speedup") for codec in ("taco", "int4h", "taco:nccl")]
+        if millions == 4:
+            two = [figures.times("psum_small_2gpus", f"{key}.taco.speedup"), "not measured"]
+        else:
+            two = [figures.times("allreduce_2gpus", f"{key}.{codec}.speedup") for codec in ("taco", "int4h")]
+        yield f"{millions}M", *four, *two
+
+
+def perplexity(figures: Figures) -> Iterable[Row]:
+    yield "codec", "times fewer bytes than bf16", "perplexity without", "with error feedback"
+    names = {
+        "int6h": "`int6h`",
+        "int5h": "`int5h`",
+        "int4h": "`int4h`",
+        "mxfp4": "`mxfp4`",
+        "int4h_16": "`int4h,block=16,scale=ue5m3`",
+        "mixed": "four bits in blocks of 16, six at six of sixty sites",
+    }
+    for key, name in names.items():
+        folder = "perplexity_smollm2"
+        changes = [figures.percent(folder, f"{k}.change") for k in (key, f"{key}_feedback")]
+        yield name, figures.number(folder, f"{key}.ratio", 2), *changes
+
+
+TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
+    "headline": headline,
+    "step-7b": step_7b,
+    "codec-kernels": codec_kernels,
+    "sums-nvlink": sums_nvlink,
+    "perplexity": perplexity,
+}
+
+
+def table(name: str, figures: Figures) -> str:
+    """A table in Markdown. Raises TableError for a name that there is not."""
+    if name not in TABLES:
+        raise TableError(f"table {name!r}: there is no such table; known are {', '.join(TABLES)}")
+    head, *rows = TABLES[name](figures)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |") for cells in lines)
+
+
+def rewrite(text: str, figures: Figures) -> str:
+    """A page's text with every table and figure made anew.
+
+    Raises:
+      TableError: a mark without its end, or one that names what there is not.
+    """
+
+    def new_table(match: re.Match) -> str:
+        name, body = match[1], match[2]
+        if body is None:
+            raise TableError(f"table {name!r}: lacks its end, {END}")
+        return f"{BEGIN.format(name)}\n\n{table(name, figures)}\n\n{END}"
+
+    def new_figure(match: re.Match) -> str:
+        number, decimals, unit, folder, key = match.groups()
+        value = figures.value(folder, key) * (100 if "%" in unit else 1)
+        comma = "," if "," in number else ""
+        return f"{value:{comma}.{len(decimals or '')}f}{unit}<!-- {folder}: {key} -->"
+
+    return FIGURE.sub(new_figure, MARKED.sub(new_table, text))
+
+
+def pages(root: Path) -> list[Path]:
+    """README.md and the pages of docs."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page would change")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository whose pages are written")
+    options = parser.parse_args(args)
+    figures = Figures(options.root)
+    new = {}
+    for page in pages(options.root):
+        try:
+            text = page.read_text(encoding="utf-8")
+            if (written := rewrite(text, figures)) != text:
+                new[page] = written
+        except OSError as error:
+            print(f"error: {page}: {error.strerror}", file=sys.stderr)
+            return 2
+        except TableError as error:
+            print(f"error: {page.relative_to(options.root)}: {error}", file=sys.stderr)
+            return 2
+    for page, text in new.items():
+        if options.check:
+            print(f"{page.relative_to(options.root)} is not what the results say: python experiments/tables.py")
+        else:
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {page.relative_to(options.root)}")
+    return 1 if options.check and new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
