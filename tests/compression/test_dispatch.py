@@ -187,9 +187,11 @@ def test_results_of_kernels_vary_like_their_inputs(package, monkeypatch):
         kernels, "encode", lambda fmt, g, x, exponent, seed: (jnp.zeros((4, 1024), jnp.uint8), jnp.zeros(()))
     )
     monkeypatch.setattr(
-        kernels, "reduce_encode", lambda fmt, g, w, x, rank, e, seed: (jnp.zeros((1024,), jnp.uint8), jnp.zeros(()))
+        kernels,
+        "reduce_encode",
+        lambda fmt, g, w, x, rank, exponent, seed: (jnp.zeros((1024,), jnp.uint8), jnp.zeros(())),
     )
-    monkeypatch.setattr(kernels, "reduce_decode", lambda fmt, g, w, x, rank, e: jnp.zeros((8,), x.dtype))
+    monkeypatch.setattr(kernels, "reduce_decode", lambda fmt, g, w, x, rank, exponent: jnp.zeros((8,), x.dtype))
     types = {}
 
     def f(x):
