@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.models import attention, chains, mlp
+from taco_jax.models import blocks, chains
 from taco_jax.models.projections import add_bias
 from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp, to_varying
@@ -115,7 +115,7 @@ def nll_sum(dtype):
 def sums_in_float32(dtype=jnp.bfloat16) -> Iterator[None]:
     """Gives what is traced inside its exact messages in float32. dtype: that of the activations."""
     changes = (
-        (chains, "enter", enter), (chains, "row_sum", row_sum), (attention, "column", column), (mlp, "column", column),
+        (chains, "enter", enter), (chains, "row_sum", row_sum), (blocks, "column", column),
         (vocab_parallel, "copy_to_tp", copy_to_head), (vocab_parallel, "_nll_sum", nll_sum(jnp.dtype(dtype))),
     )  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

@@ -20,10 +20,9 @@ from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
 from taco_jax.inference.settings import ROWS, Layout
 from taco_jax.models import chains, decoder, feedback
-from taco_jax.models.attention import causal, rope_angles
+from taco_jax.models.blocks import causal, norm, rope_angles
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.feedback import Stream
-from taco_jax.models.norms import norm
 
 
 def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, config: ModelConfig,

@@ -28,10 +28,9 @@ from taco_jax.collectives import comm_log
 from taco_jax.inference.forward import angles, scan_layers, stream_of
 from taco_jax.inference.settings import ROWS, Layout, Settings
 from taco_jax.models import decoder, feedback
-from taco_jax.models.attention import causal
+from taco_jax.models.blocks import causal, norm
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.feedback import Stream
-from taco_jax.models.norms import norm
 from taco_jax.models.params import param_specs
 from taco_jax.models.projections import add_bias, add_up, enter, fed_back, row
 

@@ -23,7 +23,7 @@ from taco_jax.compression import tuned
 from taco_jax.compression.compression import Compression, Plan, as_compression, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
-from taco_jax.models.attention import implementation
+from taco_jax.models.blocks import implementation
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.run_config import Parallel
 

@@ -23,11 +23,9 @@ from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.models import chains, feedback
-from taco_jax.models.attention import Attend, attention, causal, kv_replicated, rope_angles
+from taco_jax.models.blocks import Attend, attention, causal, kv_replicated, mlp, norm, rope_angles
 from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
-from taco_jax.models.mlp import mlp
-from taco_jax.models.norms import norm
 from taco_jax.models.params import count_params, init_params, param_specs
 from taco_jax.models.run_config import Parallel, own_rows, remat, use_replicated
 from taco_jax.models.schedule import scheduled

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.models.attention import kv_replicated
+from taco_jax.models.blocks import kv_replicated
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.nn.vocab_parallel import pad_vocab
 

@@ -21,8 +21,8 @@ from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
+from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.norms import norm
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline.send import AXIS
 from taco_jax.tensor_parallel import to_varying

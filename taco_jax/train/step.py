@@ -39,7 +39,7 @@ from taco_jax.config import (
     with_codecs,
 )
 from taco_jax.mesh import AXES
-from taco_jax.models import attention, decoder
+from taco_jax.models import blocks, decoder
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.pipeline import program as pipeline
@@ -445,7 +445,7 @@ def _attention(config: TrainConfig, mesh: Mesh) -> str:
         raise ConfigError("compute_dtype='float16': JAX has no float16 attention on CPU; use 'bfloat16' or 'float32'")
     if config.attention_implementation is not None:
         return config.attention_implementation
-    return attention.implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
+    return blocks.implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
 
 
 def _dp_sum(site: str, x):

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "stop-across-tokens",
         "a stop string that begins in one token and ends in the next is missed",
-        "taco_jax/inference/serving/stops.py",
+        "taco_jax/inference/serving/engine_types.py",
         "self._held = held[len(held) - keep :]\n        return held[: len(held) - keep]",
         'self._held = ""\n        return held',
         ("tests/inference/test_engine.py -k stop_string",),
@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "stop-first",
         "text goes on to the stop string that begins last",
-        "taco_jax/inference/serving/stops.py",
+        "taco_jax/inference/serving/engine_types.py",
         "return held[: min(begins)]",
         "return held[: max(begins)]",
         ("tests/inference/test_engine.py -k stop_string",),

@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "rope-frequencies",
         "rotary frequencies fall half as fast",
-        "taco_jax/models/attention.py",
+        "taco_jax/models/blocks.py",
         "(-jnp.arange(half, dtype=jnp.float32) / half)",
         "(-jnp.arange(half, dtype=jnp.float32) / config.head_dim)",
         ("tests/models/test_huggingface.py -k logits",),
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "rope-pairs",
         "rotary pairs turn the second half the wrong way",
-        "taco_jax/models/attention.py",
+        "taco_jax/models/blocks.py",
         "second * cos + first * sin]",
         "second * cos - first * sin]",
         ("tests/models/test_huggingface.py -k logits",),
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "kv-head",
         "ranks with replicated kv heads use the wrong head",
-        "taco_jax/models/attention.py",
+        "taco_jax/models/blocks.py",
         "head = lax.axis_index(par.axis) * config.n_kv_heads // lax.axis_size(par.axis)",
         "head = lax.axis_index(par.axis) % config.n_kv_heads",
         ("tests/models/test_decoder.py -k 'gradients_equal and qwen2'",),

@@ -8,7 +8,7 @@ pytest.importorskip("jinja2", reason="the extra serve: pip install 'taco-jax[ser
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.serving.chat import Chat
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.templates import Template, read_template
 
 CHATML = (

@@ -8,7 +8,7 @@ pytest.importorskip("tokenizers", reason="the extra inference: pip install 'taco
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from taco_jax.inference.serving.control import TOKENS, ControlTokens
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.text import Tokenizer as Ours
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>", "[INST]"]

@@ -15,8 +15,7 @@ pytest.importorskip("transformers", reason="writes the checkpoint: pip install '
 
 from taco_jax.inference.serving.batch_programs import RowPrograms
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
-from taco_jax.inference.serving.engine_types import Job
-from taco_jax.inference.serving.stops import Stops
+from taco_jax.inference.serving.engine_types import Job, Stops
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(0, 300, length).tolist() for length in (1, 3, 31, 32, 33, 50, 7, 12, 2, 40, 5)]

@@ -251,8 +251,7 @@ def test_the_engine_ends_a_job_whose_logits_are_not_finite():
 
 
 def test_a_request_whose_logits_are_not_finite_gets_status_500():
-    from taco_jax.inference.serving.engine_types import Event
-    from taco_jax.inference.serving.errors import RequestError
+    from taco_jax.inference.serving.engine_types import Event, RequestError
     from taco_jax.inference.serving.service import Answer, Service
 
     service, answer = Service.__new__(Service), Answer.__new__(Answer)

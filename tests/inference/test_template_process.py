@@ -9,7 +9,7 @@ pytest.importorskip("jinja2", reason="the extra serve: pip install 'taco-jax[ser
 
 from taco_jax.inference.serving import template_process
 from taco_jax.inference.serving.chat import Chat
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.serving.template_process import TemplateFailure, TemplateProcess
 from taco_jax.inference.templates import Template
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from taco_jax.inference.serving import replies, requests
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.serving.gate import Gate
 from taco_jax.inference.serving.replies import Reply
 from taco_jax.inference.serving.service import Answer, Service

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.serving.template_process import TemplateFailure, TemplateProcess, TemplateTooLong
 from taco_jax.inference.templates import Template
 

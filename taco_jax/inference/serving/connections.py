@@ -21,7 +21,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from taco_jax.config import cli
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 
 BACKLOG = 128
 """Connections that the system holds for us, which are as many as are accepted in one go."""

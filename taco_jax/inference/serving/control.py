@@ -18,7 +18,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 from taco_jax.inference.text import Tokenizer
 
 # Characters of private use: the first stand for control tokens, the rest are marks.

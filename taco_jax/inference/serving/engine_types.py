@@ -1,10 +1,10 @@
-"""A job: one prompt on its way through the engine. A request with several prompts is several jobs."""
+"""What the engine and its callers hand each other: jobs and their events, refusals, stop strings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,3 +45,49 @@ class Job:
             one(self.temperature, np.float32), one(self.top_k, np.int32), one(self.top_p, np.float32),
             one(self.seed % 2**32, np.uint32),
         )  # fmt: skip
+
+
+class RequestError(Exception):
+    """param: the field of the body that is at fault. code: for programs, such as "context_length_exceeded"."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class Stops:
+    """Text goes in as it comes and is let out once no stop string can begin in it. stopped: one was found.
+
+    Where several are found in the same piece, the text ends before the one that begins first.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self.stopped = tuple(stops), "", False
+
+    def add(self, text: str) -> str:
+        """What can be let out now."""
+        if self.stopped:
+            return ""
+        held = self._held + text
+        begins = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if begins:
+            self.stopped, self._held = True, ""
+            return held[: min(begins)]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def rest(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of the text's end the stop string may begin with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

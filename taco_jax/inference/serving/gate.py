@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 
 OPEN = ("/health",)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; an answer in a chat ends at the longest sequence
 MAX_STOPS = 4

@@ -21,10 +21,8 @@ from taco_jax.inference.sampling import why_not_finite
 from taco_jax.inference.serving.chat import Chat
 from taco_jax.inference.serving.control import ControlTokens
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
-from taco_jax.inference.serving.engine_types import Event, Job
-from taco_jax.inference.serving.errors import RequestError
+from taco_jax.inference.serving.engine_types import Event, Job, RequestError, Stops
 from taco_jax.inference.serving.requests import DEFAULT_MAX_TOKENS, Request
-from taco_jax.inference.serving.stops import Stops
 from taco_jax.inference.text import Tokenizer
 
 SHORT = 1 << 15  # bytes of a prompt, which a thread encodes in some ms

@@ -1,7 +1,10 @@
-"""Causal self-attention of a decoder layer: grouped kv heads, rotary positions, qk-norm.
+"""The parts of a decoder layer up to their last product: normalisation, causal self-attention, mlp.
 
-Dims: B batch, L length, D model, N query heads, K kv heads, H head dim. N and K are local: 1/tp of the model's, but K
-is 1 where kv heads are replicated.
+Norms are computed in float32, so that gradients of scale and bias are summed in float32 too. Attention has grouped kv
+heads, rotary positions and qk-norm; the mlp is plain or gated.
+
+Dims: B batch, L length, D model, N query heads, K kv heads, H head dim, F mlp. N, K and F are local: 1/tp of the
+model's, but K is 1 where kv heads are replicated.
 """
 
 from __future__ import annotations
@@ -16,9 +19,49 @@ from jax import lax
 
 from pallas_kernels.devices import compute_capability
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.norms import rms_norm
 from taco_jax.models.projections import Dense, column
 from taco_jax.models.run_config import Parallel
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dim, computed in float32, returned in x's dtype."""
+    x_f32 = x.astype(jnp.float32)
+    return (x_f32 * lax.rsqrt(jnp.mean(jnp.square(x_f32), -1, keepdims=True) + eps) * scale_D).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * scale + bias` over the last dim, computed in float32, returned in x's dtype."""
+    x_f32 = x.astype(jnp.float32)
+    centred = x_f32 - jnp.mean(x_f32, -1, keepdims=True)
+    normal = centred * lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + eps)
+    return (normal * scale_D + bias_D).astype(x.dtype)
+
+
+def norm(x_BLD: jax.Array, params: Mapping[str, jax.Array], eps: float) -> jax.Array:
+    """The normalisation whose parameters these are: LayerNorm if they have a bias, else RMSNorm."""
+    if "bias" in params:
+        return layer_norm(x_BLD, params["scale"], params["bias"], eps)
+    return rms_norm(x_BLD, params["scale"], eps)
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The elementwise function called `name` in a ModelConfig."""
+    return {
+        "silu": jax.nn.silu,
+        "relu": jax.nn.relu,
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    }[name]
+
+
+def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel) -> jax.Array:
+    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for an x that has entered."""
+    act = activation(config.activation)
+    if config.gated_mlp:
+        gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par)
+        return act(gate_BLF) * up_BLF
+    (up_BLF,) = column(x_BLD, (params["up"],), par)
+    return act(up_BLF)
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:
