@@ -22,8 +22,8 @@ import taco_jax
 from pallas_kernels import KernelUnavailableError
 from taco_jax import CODECS, Codec, Compression, SiteScales
 from taco_jax.collectives import comm_log, topology
-from taco_jax.compression import tuned
 from taco_jax.collectives.message import in_units_of
+from taco_jax.compression import tuned
 
 scatter = functools.partial(spelled_out.psum_scatter, scatter_dimension=1, tiled=True)
 gather = functools.partial(spelled_out.all_gather, axis=-2, tiled=True)

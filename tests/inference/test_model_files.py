@@ -277,10 +277,13 @@ def test_a_request_whose_logits_are_not_finite_gets_status_500():
         ({"rope_theta": 1e39}, "rope_theta=1e\\+39: must be at least 1 and below 1e\\+38"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be at least 1"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0: this decoder has only plain rotary positions"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear': this decoder has only type='default'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling.type='linear': this decoder has only rope_scaling.type='default'",
+        ),
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "type='dynamic'",
+            "rope_scaling.type='dynamic'",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, r"rope_parameters.full_attention=\{"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
