@@ -475,7 +475,7 @@ def test_paths_that_are_no_model(tmp_path):
 
     model = write(tmp_path / "model")
     run = tmp_path / "runs" / "first"
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "3").mkdir(parents=True)
     (run / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
     (tmp_path / "some.yaml").write_text("model: x")
     (tmp_path / "ggufs").mkdir()
@@ -484,6 +484,7 @@ def test_paths_that_are_no_model(tmp_path):
         (run, r"first: is the workdir of a training run; from Python taco_jax.Generator.of\(config.model, params\)"),
         (run / "config.json", "config.json: is the config of a training run; from Python taco_jax.Generator.of"),
         (run / "checkpoints", "checkpoints: holds the checkpoints of a training run"),
+        (run / "checkpoints" / "3", "3: is a checkpoint of a training run; from Python taco_jax.Generator.of"),
         (run.parent, "runs: holds workdirs of training runs"),
         (model / "config.json", f"config.json: is a file of a model; name its folder: --model {model}"),
         (model / SINGLE, f"is a file of a model; name its folder: --model {model}"),
