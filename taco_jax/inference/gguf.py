@@ -144,6 +144,8 @@ def _config(fields: _Fields, kind: str, tensors: GGUFTensors) -> ModelConfig:
                 "attention_bias": kind == "llama" and "layers.0.self_attn.o_proj.bias" in names,
             }
         )  # fmt: skip
+    except ConfigError:  # of a key, with the file's name already
+        raise
     except ValueError as error:
         raise ConfigError(f"{fields.path}: {error}") from None
 

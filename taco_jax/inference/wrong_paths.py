@@ -49,6 +49,8 @@ def _folder(path: Path) -> str | None:
         return f"is the workdir of a training run; {TRAINED}"
     if path.name == "checkpoints" and is_run(path.parent):
         return f"holds the checkpoints of a training run; {TRAINED}"
+    if path.parent.name == "checkpoints" and is_run(path.parent.parent):
+        return f"is a checkpoint of a training run; {TRAINED}"
     if files := sorted(path.glob("*.gguf")):
         return f"has no config.json; name one of its GGUF files: --model {files[0]}"
     inside = sorted(found.parent for pattern in ("*", "snapshots/*") for found in path.glob(f"{pattern}/config.json"))

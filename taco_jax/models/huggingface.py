@@ -175,7 +175,7 @@ def _plain_rope(hf: Mapping[str, Any]) -> float:
     for key in ("rope_parameters", "rope_scaling"):  # as in transformers: the last that says anything, and it alone
         rope = _get(hf, key, dict, {})
         for name in ("rope_type", "type"):
-            _require(name, rope.get(name, "default"), "default", None)
+            _require(f"{key}.{name}", rope.get(name, "default"), "default", None)
         for name, value in rope.items():
             if name == "partial_rotary_factor":
                 _require(f"{key}.{name}", value, 1, None)

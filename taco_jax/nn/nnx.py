@@ -54,6 +54,14 @@ class CompressedDense(nnx.Module):
     Under `jax.checkpoint` the policy `save_only_these_names(*taco_jax.tensor_parallel.REMAT_NAMES)` keeps the backward
     pass from sending forward messages again.
 
+    Orbax brings a model of such layers back, onto another mesh too. `model` is one that was made anew, with `mesh=` or
+    inside `jax.set_mesh`: parameters of a layer without either come back on one device and stay there.
+
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, nnx.state(model))  # complete where the block ends
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            nnx.update(model, checkpointer.restore(folder, nnx.state(model)))
+
     Args:
       in_features, out_features: global sizes. The one that is split must be a multiple of the axis.
       kind: "column" or "row".

@@ -139,6 +139,8 @@ def write_gguf(path, changes=None, more=(), table=(8, 24)):
         ({"llama.rope.freq_base": 0.0}, "rope_theta=0.0: must be at least 1"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "norm_eps=nan: must be at least 0"),
         ({"llama.attention.head_count": [2, 2]}, r"llama.attention.head_count=\[2, 2\]: must be a whole number"),
+        ({"llama.attention.head_count_kv": [2, 2]}, r"llama.attention.head_count_kv=\[2, 2\]: must be a whole number"),
+        ({"llama.feed_forward_length": None}, "has no key llama.feed_forward_length"),
         ({"llama.block_count": 10**9}, "says 1000000000 layers, but the files hold 11 tensors in all"),
         ({"llama.block_count": None}, "has no key llama.block_count"),
         ({"split.count": 3}, "is one of 3 parts; make one file of them: llama-gguf-split --merge"),
@@ -158,7 +160,7 @@ def write_gguf(path, changes=None, more=(), table=(8, 24)):
 )
 def test_keys_of_a_gguf_file(tmp_path, changes, message):
     path = write_gguf(tmp_path / "model.gguf", changes)
-    with pytest.raises(ConfigError, match=f"{path}: {message}"):
+    with pytest.raises(ConfigError, match=f"^{path}: {message}"):
         open_checkpoint(path)
 
 

@@ -276,10 +276,13 @@ def test_a_request_whose_logits_are_not_finite_gets_status_500():
         ({"rope_theta": 1e39}, "rope_theta=1e\\+39: must be at least 1 and below 1e\\+38"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be at least 1"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0: this decoder has only plain rotary positions"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear': this decoder has only type='default'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling.type='linear': this decoder has only rope_scaling.type='default'",
+        ),
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "type='dynamic'",
+            "rope_scaling.type='dynamic'",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, r"rope_parameters.full_attention=\{"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -471,7 +474,7 @@ def test_paths_that_are_no_model(tmp_path):
 
     model = write(tmp_path / "model")
     run = tmp_path / "runs" / "first"
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "3").mkdir(parents=True)
     (run / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
     (tmp_path / "some.yaml").write_text("model: x")
     (tmp_path / "ggufs").mkdir()
@@ -480,6 +483,7 @@ def test_paths_that_are_no_model(tmp_path):
         (run, r"first: is the workdir of a training run; from Python taco_jax.Generator.of\(config.model, params\)"),
         (run / "config.json", "config.json: is the config of a training run; from Python taco_jax.Generator.of"),
         (run / "checkpoints", "checkpoints: holds the checkpoints of a training run"),
+        (run / "checkpoints" / "3", "3: is a checkpoint of a training run; from Python taco_jax.Generator.of"),
         (run.parent, "runs: holds workdirs of training runs"),
         (model / "config.json", f"config.json: is a file of a model; name its folder: --model {model}"),
         (model / SINGLE, f"is a file of a model; name its folder: --model {model}"),

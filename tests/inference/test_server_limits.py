@@ -263,11 +263,12 @@ HARMLESS = {
     "repetition_penalty": 1.0, "min_p": 0, "top_k": -1, "user": "me", "store": True, "metadata": {"a": "b"},
     "typical_p": 1, "length_penalty": 1.0, "min_tokens": 0, "use_beam_search": False, "skip_special_tokens": True,
     "stop_token_ids": [], "best_of": 1, "echo": False, "cache_prompt": True, "frequency_penalty": 0.0,
-    "guided_json": None,
+    "guided_json": None, "mirostat": 0, "tfs_z": 1.0, "top_a": 0, "dynatemp_range": 0.0, "xtc_probability": 0,
+    "dry_multiplier": 0,
 }  # fmt: skip
 HARMFUL = {
-    "repetition_penalty": 1.1, "min_p": 0.1, "top_k": -2, "min_tokens": 1, "skip_special_tokens": False, "best_of": 2,
-    "echo": True, "verbosity": "low", "chat_template": "{{ 1 }}", "add_generation_prompt": False,
+    "repetition_penalty": 1.1, "min_p": 0.1, "top_k": -2, "mirostat": 2, "min_tokens": 1, "skip_special_tokens": False,
+    "best_of": 2, "echo": True, "verbosity": "low", "chat_template": "{{ 1 }}", "add_generation_prompt": False,
 }  # fmt: skip
 
 
@@ -276,7 +277,7 @@ def test_fields_of_common_clients_are_taken_where_they_change_nothing(serve):
     greedy = {"temperature": 0, "max_tokens": 8}
     want = complete(client, "a", **greedy).json()["choices"][0]["text"]
     assert complete(client, "a", **greedy, **HARMLESS).json()["choices"][0]["text"] == want
-    for key, value in [*HARMLESS.items(), ("top_logprobs", 0), ("logprobs", False)]:
+    for key, value in [*HARMLESS.items(), ("top_logprobs", 0), ("logprobs", False), ("verbosity", "medium")]:
         assert chat(client, "a", **{key: value}).status_code == 200, key
     message = {"role": "assistant", "content": "a", "id": "msg_1", "created_at": 3, "refusal": None, "tool_calls": [],
                "annotations": [], "function_call": {}, "reasoning_content": "",

@@ -110,7 +110,10 @@ def test_state_dict_that_does_not_fit(reference):
     "change, message",
     [
         ({"model_type": "mixtral"}, "model_type='mixtral': must be one of gpt2, llama, qwen2, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn': this decoder has only rope_type='default'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_scaling.rope_type='yarn': this decoder has only rope_scaling",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"hidden_act": "mish"}, "activation 'mish': must be one of"),
     ],

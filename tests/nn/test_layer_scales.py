@@ -1,5 +1,8 @@
 """Site scales of CompressedDense, NNX and Linen, in training loops that use them and in such that do not."""
 
+import re
+import textwrap
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -172,7 +175,7 @@ def test_nnx_training_step_with_site_scales():
     assert model.up.kernel[...].sharding.spec == P(None, "tp")
 
 
-@pytest.mark.slow  # the README's example, below, is one too
+@pytest.mark.slow  # the docstring's recipe, below, is one too
 def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
     """All of its variables on the mesh that it was given, so that one program takes them."""
     import orbax.checkpoint as ocp
@@ -185,6 +188,25 @@ def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
         restored = checkpointer.restore(tmp_path / "c", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
     run, x = jax.jit(lambda state, x: nnx.merge(graph, state)(x)), jnp.ones((4, 8, D))
     np.testing.assert_array_equal(run(restored, x), run(state, x))
+
+
+def test_orbax_as_the_docstring_says(tmp_path):
+    """Word for word, onto another mesh: sharded as made there, with the values of the model that was saved."""
+    import orbax.checkpoint
+
+    options = {"kind": "row", "compression": "taco"}
+    saved = CompressedDense(D, D, mesh=make_mesh(dp=2, tp=4), rngs=nnx.Rngs(0), **options)
+    model = CompressedDense(D, D, mesh=(mesh := make_mesh(dp=4, tp=2)), rngs=nnx.Rngs(1), **options)
+    saved.exponents[...] = jnp.array([3, -5])
+    recipe = re.search(r"        with orbax.*?\n\n", CompressedDense.__doc__, re.DOTALL)[0]
+    save, restore = re.split(r"(?<=ends)\n", textwrap.dedent(recipe))
+    run = lambda code, model: exec(code, {"nnx": nnx, "orbax": orbax, "folder": tmp_path / "c", "model": model})
+    run(save, saved), run(restore, model)
+    want, have = (by_name(nnx.state(m, nnx.Any(nnx.Param, SiteScale))) for m in (saved, model))
+    assert {"kernel", "bias", "exponents", "history"} == have.keys() == want.keys()
+    assert all((have[k] == want[k]).all() for k in want)
+    assert model.kernel[...].sharding == jax.sharding.NamedSharding(mesh, P("tp", None))
+    assert jax.jit(lambda m, x: m(x))(model, jnp.ones((4, 8, D))).shape == (4, 8, D)
 
 
 @pytest.mark.parametrize("jitted", [False, True])

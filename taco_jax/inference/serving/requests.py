@@ -42,6 +42,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "min_p": (0,),
     "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
     "min_tokens": (0,),
     "use_beam_search": (False,),
     "stop_token_ids": ([],),
@@ -60,8 +66,8 @@ OF_CHATS = {
     "continue_final_message": (False,), "documents": ([],), "include_reasoning": (True, False),
     "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
-    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
-    "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": ("medium",),
+    "web_search_options": (), "response_format": ({"type": "text"},),
 }  # fmt: skip
 
 
