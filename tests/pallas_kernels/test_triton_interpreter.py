@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import json
 import os
-import pathlib
 import sys
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covers import cover, cover_groups
-from helpers import run_python
+from helpers import REPOSITORY, run_python
 from jax.sharding import PartitionSpec as P
 from triton_checks import CODECS_WITH_KERNELS, DATA, Check, values
 
@@ -90,8 +89,7 @@ def found(request):
     or all that are not, of those that this run of pytest has."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'triton>=3.6'")
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join(map(str, (here.parent, here.parent.parent)))
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests" / "support")))
 
     selected = [item.callspec.id for item in request.session.items if item.path == request.path]
     slow = set(map(_identity, [*MORE_CASES, *MORE_VARIANTS]))
