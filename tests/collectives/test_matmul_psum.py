@@ -37,7 +37,8 @@ def over_nvlink(monkeypatch):
     monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in, raising=False)
     obstacle = kernels.obstacle
     # On a CPU float32 shows more.
-    monkeypatch.setattr(kernels, "obstacle", lambda *a: obstacle(*a[:4], a[4].replace("float32", "bfloat16"), a[5]))
+    as_bf16 = lambda *a, dtype, ranks: obstacle(*a, dtype=dtype.replace("float32", "bfloat16"), ranks=ranks)
+    monkeypatch.setattr(kernels, "obstacle", as_bf16)
 
 
 def mlp(compression, x, w_up, w_down, scales=None):
