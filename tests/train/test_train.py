@@ -145,6 +145,7 @@ def test_a_workdir_of_the_version_before_goes_on(whole, tmp_path):
     assert [*losses(tmp_path / "before").values()] == pytest.approx([*losses(whole).values()], abs=0.01)
 
 
+@pytest.mark.slow
 def test_resumed_on_another_mesh_and_batch(whole, three, tmp_path):
     """The next unseen sequences, on a mesh with another padding of the vocabulary."""
     resumed = copied(three, tmp_path)
