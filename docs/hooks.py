@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site (`mkdocs.yml`).
+"""Hooks that MkDocs calls while it builds the site (`mkdocs.yml`).
 
 README.md and CHANGELOG.md become pages. A link from a page to another file of the repository becomes that file's path,
 a picture from outside docs/ goes along into the site. So links work where the repository is read, and `--strict` finds

@@ -1,4 +1,4 @@
-"""What error feedback costs: a row-parallel product and its compressed sum, with and without it.
+"""Measures what error feedback costs: a row-parallel product and its compressed sum, with and without it.
 
     python experiments/bench_feedback.py --out experiments/results/feedback
 

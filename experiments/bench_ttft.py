@@ -160,7 +160,7 @@ class Bench:
         runs.folder("--out", args.out)
 
     def _earlier(self, what: dict) -> dict:
-        """What OUT holds. Raises ConfigError where that is of another model."""
+        """Returns what OUT holds. Raises ConfigError where that is of another model."""
         file = self.args.out / "summary.json"
         if not file.is_file():
             return what | {"goes": [], "results": {}}
@@ -263,7 +263,7 @@ class Bench:
 
 
 def bytes_needed(program) -> int:
-    """Of one device, the parameters with them."""
+    """Bytes on one device, the parameters among them."""
     a = program.memory_analysis()
     return a.argument_size_in_bytes + a.output_size_in_bytes + a.temp_size_in_bytes - a.alias_size_in_bytes
 

@@ -64,9 +64,9 @@ def _as_compression(old: dict) -> str:
 def psum(x, axis_name: AxisName, *, compression, axis_index_groups=None, scales=None, key=None, site="psum"):
     """Sum over the axis in float32 and rank order, all ranks bit-identical: varying -> invarying.
 
-    algorithm: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages), hierarchical (three or four
-      hops, 1/ranks_per_host as much between hosts) or auto (of several hosts hierarchical; on one the faster one, where
-      that was measured (`python -m taco_jax.tune`); else one_shot for two ranks).
+    `compression.algorithm`: two_shot (two hops, 2 (P-1)/P messages), one_shot (one hop, P-1 messages), hierarchical
+      (three or four hops, 1/ranks_per_host as much between hosts) or auto (of several hosts hierarchical; on one the
+      faster one, where that was measured (`python -m taco_jax.tune`); else one_shot for two ranks).
     Backward: the cotangent passes unchanged (it is the same on every rank).
     """
 

@@ -10,10 +10,7 @@ from typing import Any
 
 from taco_jax.codec import CODECS, as_codec
 from taco_jax.compression.compression import (
-    ALGORITHMS,
-    BACKENDS,
-    EXCHANGES,
-    LINKS,
+    CHOICES,
     MAX_CHUNKS,
     Compression,
     without_key,
@@ -77,10 +74,7 @@ def check(config: TrainConfig) -> TrainConfig:
         _require(get(config, key) >= 0, config, key, "must not be negative")
     for key, allowed in (
         ("compute_dtype", COMPUTE_DTYPES),
-        ("compression.algorithm", ALGORITHMS),
-        ("compression.link", LINKS),
-        ("compression.backend", BACKENDS),
-        ("compression.exchange", EXCHANGES),
+        *((f"compression.{field}", valid) for field, valid in CHOICES.items()),
         ("pipeline.schedule", SCHEDULES),
         ("data.token_dtype", TOKEN_DTYPES),
         ("remat", REMAT),

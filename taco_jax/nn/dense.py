@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.codec import Codec, check_choice
@@ -114,6 +114,16 @@ def can_place(mesh) -> bool:
 def can_constrain(mesh) -> bool:
     """Whether jax.lax.with_sharding_constraint shards on this mesh, instead of asserting that it is done."""
     return mesh is not None and set(mesh.axis_types) == {AxisType.Auto}
+
+
+def place_whole(value: jax.Array, mesh) -> jax.Array:
+    """Returns a layer's new state on all devices of its mesh, where its parameters are; as it is without a mesh.
+
+    A checkpoint brings each variable back where it was, for good.
+    """
+    if mesh is None or in_region() or not can_place(mesh):
+        return value
+    return jax.device_put(value, NamedSharding(mesh, P()))
 
 
 def in_region() -> bool:

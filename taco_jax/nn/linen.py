@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from taco_jax.codec import Codec
 from taco_jax.compression.compression import Compression
@@ -89,10 +87,4 @@ class CompressedDense(nn.Module):
     def _site_state(self, collection, name, value):
         if not (self.is_initializing() or self.has_variable(collection, name)):
             return None
-        return self.variable(collection, name, lambda: self._placed(jnp.asarray(value))).value
-
-    def _placed(self, value):
-        """Where the parameters are: a checkpoint brings each variable back where it was, for good."""
-        if self.mesh is None or dense.in_region() or not dense.can_place(self.mesh):
-            return value
-        return jax.device_put(value, NamedSharding(self.mesh, P()))
+        return self.variable(collection, name, lambda: dense.place_whole(jnp.asarray(value), self.mesh)).value

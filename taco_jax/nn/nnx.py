@@ -7,8 +7,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from taco_jax.codec import Codec
 from taco_jax.compression.compression import Compression
@@ -133,12 +131,8 @@ class CompressedDense(nnx.Module):
         self.kernel = parameter(kernel_init, (in_features, out_features), self.dense.kernel_names)
         self.bias = parameter(bias_init, (out_features,), self.dense.bias_names) if use_bias else nnx.data(None)
         if self.dense.compression is not None:
-            state, given = new_scale_state(), self.dense.mesh
-            # Where the parameters are: a checkpoint brings each variable back where it was, for good.
-            whole = (
-                None if given is None or dense.in_region() or not dense.can_place(given) else NamedSharding(given, P())
-            )
-            place = lambda value: jax.device_put(jnp.asarray(value), whole)
+            state = new_scale_state()
+            place = lambda value: dense.place_whole(jnp.asarray(value), self.dense.mesh)
             self.exponents = SiteScale(place(state.exponents))
             self.history = SiteScale(place(state.history))
             self.amax_slot = AmaxSlot(place(jnp.zeros((2, 1), jnp.float32)))

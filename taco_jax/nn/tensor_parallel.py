@@ -62,7 +62,7 @@ def loses(shape: tuple[int, ...], dtype, axis: str, compression=None) -> bool:
 
 def start_sum(x, axis: str, compression, scales: SiteScales | None, direction: str, *, site: str, calls: int):
     """`reduce_from_tp`'s message ("forward"), or that of `copy_to_tp`'s cotangent ("backward"), with its first hop
-    started: a `collectives.hops.AsyncCollective`. Nothing here has a derivative."""
+    started: a `collectives.async_collective.AsyncCollective`. Nothing here has a derivative."""
     return collectives.start_psum(x, axis, direction, compression=compression, scales=scales, calls=calls, site=site)
 
 
