@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.train import checkpoint
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints, SaveError
 from taco_jax.train.digests import _on_device as digest_on_device
 from taco_jax.train.digests import digests
@@ -325,6 +326,47 @@ def test_a_changed_bit_is_never_loaded(tmp_path, make_mesh):
     data.write_bytes(whole)
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
         equal(checkpoints.restore(4, place(target, mesh), VOCAB, no_fresh_scales)[0].params, target.params)
+
+
+@pytest.mark.parametrize("rows", [60, 64, 72])
+def test_a_dim_as_long_as_the_vocabulary_is_compared_whole(tmp_path, make_mesh, rows):
+    """Its padding is left out where it differs alone: another dim of that length has none."""
+
+    def made(rows, changed):
+        state = make_state(rows)
+        kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 64)), jnp.float32)
+        state.params["layers"]["kernel"] = kernel.at[1, 0, 60].add(changed)
+        return state
+
+    shapes = place(made(rows, 0.0), make_mesh(tp=2))
+    for folder, changed in (("c", 0.0), ("other", 1e-6)):
+        with Checkpoints(tmp_path / folder, CheckpointConfig()) as checkpoints:
+            checkpoints.save(4, put(made(64, changed), make_mesh(tp=4)), {"seed": 0}, vocabulary=(VOCAB, 64))
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        equal(checkpoints.restore(4, shapes, VOCAB, no_fresh_scales)[0], made(rows, 0.0))
+    shutil.rmtree(tmp_path / "c" / "4" / "state")
+    shutil.copytree(tmp_path / "other" / "4" / "state", tmp_path / "c" / "4" / "state")
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"not as saved are state\.params\.layers\.kernel;"):
+            checkpoints.restore(4, shapes, VOCAB, no_fresh_scales)
+
+
+def test_a_record_of_the_version_before_is_compared(tmp_path, make_mesh, monkeypatch):
+    """Its digests leave out what every dim as long as the padded vocabulary has beyond the vocabulary."""
+
+    def as_before(named, size, padded):
+        limits = {name: tuple(size if n == padded else n for n in leaf.shape) for name, leaf in named.items()}
+        return {"vocabulary": [size, padded], "digests": digests(named, limits)}
+
+    monkeypatch.setattr(checkpoint, "_digests", as_before)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(4, put(make_state(), make_mesh(tp=4)), {"seed": 0}, vocabulary=(VOCAB, 64))
+    for rows in (60, 64, 72):
+        with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+            shapes = place(make_state(rows), make_mesh(tp=2))
+            restored, run, _ = checkpoints.restore(4, shapes, VOCAB, no_fresh_scales)
+            equal(restored, make_state(rows))
+            assert run == {"step": 4, "seed": 0}
 
 
 def test_a_record_says_its_step_and_whether_it_is_whole(tmp_path, make_mesh):
