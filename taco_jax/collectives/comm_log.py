@@ -109,11 +109,10 @@ class Table:
         return sum(r.bytes for r in rows), sum(r.bytes_bf16 for r in rows)
 
     def by_axis(self) -> dict[str, list[Row]]:
-        """All rows by mesh axis: "tp", "pp", "dp" (its levels too), and "several" where a message goes over more."""
+        """All rows by mesh axis: "tp", "pp", "dp", and "several" where a message goes over more."""
         found: dict[str, list[Row]] = {}
         for row in self.rows():
-            axes = {axis.partition("_")[0] for axis in row.axis}
-            found.setdefault(axes.pop() if len(axes) == 1 else "several", []).append(row)
+            found.setdefault(row.axis[0] if len(row.axis) == 1 else "several", []).append(row)
         order = ("tp", "pp", "dp", "several")
         return {axis: found[axis] for axis in sorted(found, key=lambda axis: order.index(axis))}
 
