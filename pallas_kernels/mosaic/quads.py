@@ -125,4 +125,4 @@ def _codes(fmt: Format, pairs: list) -> ir.Value:
 
 def _moved(fmt: Format) -> int:
     """The power of two that a value is more than what its bits say in the 8-bit float."""
-    return fmt.min_exponent - ELEMENTS[_HARDWARE[fmt.mantissa]][3]
+    return fmt.min_exponent - ELEMENTS[_HARDWARE[fmt.mantissa]].min_exponent

@@ -28,13 +28,22 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import (
+    CODEC_BLOCKS,
+    ELEMENTS,
+    ROTATIONS,
+    ROUNDINGS,
+    SCALES,
+    UNCALIBRATED,
+    packing_parts,
+    scale_section_lengths,
+    section_offsets,
+)
+from pallas_kernels.formats import DTYPES as FLOAT_DTYPES
 from taco_jax.codec import block_scale, stochastic_rounding, tah, wire
-from taco_jax.codec.block_scale import UNCALIBRATED
-from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
-from taco_jax.codec.hadamard import ROTATIONS, rotate, unrotate
+from taco_jax.codec.elements import from_codes, to_codes
+from taco_jax.codec.hadamard import rotate, unrotate
 
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-ROUNDINGS = ("nearest", "stochastic")
 STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
 TOKEN = "token"
 
@@ -83,11 +92,11 @@ class Codec:
     def __post_init__(self):
         check_choice("element", self.element, (*ELEMENTS, tah.ELEMENT, "none"))
         check_choice("rotation", self.rotation, ROTATIONS)
-        check_choice("scale", self.scale, block_scale.SCALES)
+        check_choice("scale", self.scale, SCALES)
         check_choice("rounding", self.rounding, ROUNDINGS)
         if self.per_token:
             self._check_token()
-        elif isinstance(self.block, float) or self.block not in (8, 16, 32, 64, 128, 256, 512):
+        elif isinstance(self.block, float) or self.block not in CODEC_BLOCKS:
             raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128, or 'token'")
         if self.mixed:
             tah.check(self.block, self.scale)
@@ -104,7 +113,7 @@ class Codec:
             what = f"element={self.element!r}" if self.mixed else f"rotation={self.rotation!r}"
             raise ValueError(f"block='token' with {what}: a token has any size; use rotation='none', or block=128")
         if self.token and not self.exact:
-            parts = wire.packing_parts(ELEMENTS[self.element].bits)
+            parts = packing_parts(ELEMENTS[self.element].bits)
             if self.token % parts:
                 raise ValueError(
                     f"codec {self.name!r}: tokens of {self.token} elements of {self.element} do not fill whole bytes; "
@@ -171,13 +180,13 @@ class Codec:
         """Bytes of a message of n elements: codes, then scales; sections at multiples of 128 bytes, all of 1,024."""
         if self.exact:
             return 2 * n
-        return wire.section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
+        return section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
 
     def _sections(self, n_blocks: int) -> list[int]:
         if self.mixed:
             return tah.section_lengths(self.block, n_blocks)
         codes = n_blocks * self.block * ELEMENTS[self.element].bits // 8
-        return [codes, *block_scale.section_lengths(self.scale, n_blocks)]
+        return [codes, *scale_section_lengths(self.scale, n_blocks)]
 
     # One tensor <-> one message.
 

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats import ELEMENTS, UNCALIBRATED
 from taco_jax.codec import Codec, tah
-from taco_jax.codec.block_scale import UNCALIBRATED
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.collectives import comm_log, topology
 from taco_jax.collectives.manual_region import AxisName, to_varying
 from taco_jax.compression.compression import Compression

@@ -25,8 +25,8 @@ from jax.interpreters import batching, mlir
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.devices import region_device
+from pallas_kernels.formats import round_up
 from pallas_kernels.nvlink import hardware
-from taco_jax.codec.wire import round_up
 from taco_jax.collectives import all_reduce, comm_log
 from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import axis_tuple, to_varying

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats import UNCALIBRATED
 from taco_jax.codec import STATS
-from taco_jax.codec.block_scale import UNCALIBRATED, ceil_log2, largest_magnitude
+from taco_jax.codec.block_scale import ceil_log2, largest_magnitude
 
 STATS_WIDTH = len(STATS)
 SLOT_NAME = "amax_slot"  # of a layer's variable; `update_scales` knows slots by it

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import Codec
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.compression import tuned
 from taco_jax.compression.compression import Compression, Plan, as_compression, without_key
 from taco_jax.compression.site_scales import SiteScales
