@@ -107,7 +107,7 @@ def update_scales(state: Any, grads: Any) -> Any:
     """New site scales for people who bring their own training loop.
 
     Args:
-      state: NNX: `nnx.state(model, taco_jax.SiteScale)`. Linen: `variables["site_scale"]`. In general any tree in
+      state: NNX: `nnx.state(model, taco_jax.SiteScaleState)`. Linen: `variables["site_scale"]`. In general any tree in
         which every site is a node with leaves `exponents` int32[S, 2] and `history` float32[S, 2, H], like
         `ScaleState`.
       grads: NNX: the gradient with respect to the `AmaxSlot` variables. Linen: that of the "_overwrite_with_gradient"
