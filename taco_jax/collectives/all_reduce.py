@@ -57,7 +57,7 @@ def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     message.record("psum", x.size, x.dtype, hops)
     y = (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)).reshape(x.shape)
     if message.feedback:
-        error_S = _residual_of_wires(message, chunks, own, x_S, exponent)
+        error_S = residual_of_wires(message, chunks, own, x_S, exponent)
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -80,7 +80,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
             with_stats=message.with_stats, backend=message.backend,
         )  # fmt: skip
         if message.feedback:
-            lost.append(_residual_of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
+            lost.append(residual_of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
@@ -89,7 +89,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     gathered = yield gathered
     y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
     if message.feedback:
-        error_S = _residual_of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
+        error_S = residual_of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -110,7 +110,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces), merge(measures)
 
 
-def _residual_of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, share=None) -> jax.Array:
+def residual_of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, share=None) -> jax.Array:
     """Returns x - decode(own wires), x's dtype[S].
 
     own: the wires of each chunk. share: (rank, residuals of each of its chunks) where the own share of x did not go
@@ -127,7 +127,7 @@ def _residual_of_wires(message: Message, chunks, own: list, x_S: jax.Array, expo
     return lax.dynamic_update_slice(error_S, lost_N, (rank * n,))[: x_S.size]
 
 
-def _residual_of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
+def residual_of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
     """Returns the sum of a chunk of the own share less what its wire says, x's dtype[chunk]."""
     codec, options = message.codec, {"backend": message.backend}
     sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, **options)
