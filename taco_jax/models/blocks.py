@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.devices import compute_capability
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.projections import Dense, column
+from taco_jax.models.projections import Dense, column_parallel
 from taco_jax.models.run_config import Parallel
 
 
@@ -55,12 +55,12 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel) -> jax.Array:
-    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for an x that has entered."""
+    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for a `column_input`."""
     act = activation(config.activation)
     if config.gated_mlp:
-        gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par)
+        gate_BLF, up_BLF = column_parallel(x_BLD, (params["gate"], params["up"]), par)
         return act(gate_BLF) * up_BLF
-    (up_BLF,) = column(x_BLD, (params["up"],), par)
+    (up_BLF,) = column_parallel(x_BLD, (params["up"],), par)
     return act(up_BLF)
 
 
@@ -113,7 +113,7 @@ def causal(par: Parallel) -> Attend:
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,
               par: Parallel, attend: Attend) -> jax.Array:  # fmt: skip
-    """What `attend` makes of this rank's heads, [B, L, N H], for an x that has entered.
+    """What `attend` makes of this rank's heads, [B, L, N H], for a `column_input`.
 
     `angles`, as of `rope`, is None without rotary positions.
     """
@@ -121,7 +121,7 @@ def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | N
     if kv_replicated(config, lax.axis_size(par.axis)):
         k, v = _own_kv_head(k, config, par), _own_kv_head(v, config, par)
     q_BLNH, k_BLKH, v_BLKH = (
-        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column(x_BLD, (q, k, v), par)
+        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column_parallel(x_BLD, (q, k, v), par)
     )
     if config.qk_norm:
         q_BLNH = rms_norm(q_BLNH, params["q_norm"]["scale"], config.norm_eps)

@@ -23,11 +23,10 @@ from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.projections import State
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline.send import AXIS
 from taco_jax.tensor_parallel import to_varying
-
-State = Mapping[str, SiteScales | None]
 
 
 def is_first() -> jax.Array:
