@@ -22,7 +22,6 @@ Dim letters: M blocks of a message, B elements of a block; leading dims ("...") 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 
 import jax
@@ -32,6 +31,7 @@ from taco_jax.codec import block_scale, stochastic_rounding, tah, wire
 from taco_jax.codec.block_scale import UNCALIBRATED
 from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
 from taco_jax.codec.hadamard import ROTATIONS, rotate, unrotate
+from taco_jax.errors import did_you_mean
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 ROUNDINGS = ("nearest", "stochastic")
@@ -49,9 +49,8 @@ def _check_dtype(dtype, name: str) -> None:
 def check_choice(key: str, value, valid: tuple[str, ...]) -> None:
     if value in valid:
         return
-    near = difflib.get_close_matches(str(value), valid, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{key}={value!r} is unknown: {hint}valid are {', '.join(valid)}")
+    hint = did_you_mean(value, valid, otherwise="")
+    raise ValueError(f"{key}={value!r} is unknown: {hint}{' ' * bool(hint)}valid are {', '.join(valid)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,8 +350,7 @@ def _changed_preset(text: str, key: str) -> Codec:
     for change in changes:
         field, _, value = change.partition("=")
         if field not in known or not value:
-            near = difflib.get_close_matches(field, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"
+            hint = did_you_mean(field, known, otherwise=f"fields are {', '.join(known)}")
             raise ValueError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {hint}")
         fields[field] = int(value) if value.isdigit() else value
     try:

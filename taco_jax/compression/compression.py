@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import operator
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec, check_choice
+from taco_jax.errors import did_you_mean
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
 SHOTS = ALGORITHMS[1:3]
@@ -222,10 +222,10 @@ class Plan:
         names = list(site_names)
         for pattern in self.rules:
             if not [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
-                near = difflib.get_close_matches(pattern, names, 1, 0.3)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = did_you_mean(pattern, names, otherwise="", cutoff=0.3)
                 if pattern.startswith(("pp/", "dp/")):
-                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients; "
+                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients;"
+                hint = f"{hint} " if hint else ""
                 raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
         return {name: self._lookup(name) for name in names}
 

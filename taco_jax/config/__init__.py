@@ -7,7 +7,6 @@ line and exit codes of all commands. schedule: the order of work in pipeline sta
 from taco_jax.config.settings import (
     CheckpointConfig,
     CompressionConfig,
-    ConfigError,
     DataConfig,
     DataParallelConfig,
     EvalConfig,
@@ -22,7 +21,6 @@ from taco_jax.config.settings import (
     get,
     keys,
     microbatch,
-    nearest,
     parse_devices,
     pipeline_schedule,
     sequence_parallel,
@@ -31,6 +29,7 @@ from taco_jax.config.settings import (
     with_codecs,
     with_compression,
 )
+from taco_jax.errors import ConfigError
 
 __all__ = [
     "CheckpointConfig",
@@ -50,7 +49,6 @@ __all__ = [
     "get",
     "keys",
     "microbatch",
-    "nearest",
     "parse_devices",
     "pipeline_schedule",
     "sequence_parallel",

@@ -21,13 +21,13 @@ from taco_jax.config import (
     codec_pair,
     get,
     keys,
-    nearest,
     parse_devices,
     pipeline_schedule,
     site_compression,
     with_codecs,
 )
 from taco_jax.config.schedule import SCHEDULES
+from taco_jax.errors import did_you_mean, listed
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
@@ -86,7 +86,7 @@ def check(config: TrainConfig) -> TrainConfig:
             value in allowed,
             config,
             key,
-            f"{nearest(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
+            f"{did_you_mean(value, [a for a in allowed if a])} (one of {', '.join(str(a) for a in allowed)})",
         )
     hosts = config.mesh.devices_per_host
     rule = "must be at least 1, or None for what JAX says"
@@ -94,7 +94,7 @@ def check(config: TrainConfig) -> TrainConfig:
     size = config.mesh.size
     rule = f"must divide the {size} devices of the mesh (dp x pp x tp), else hosts' ranks are in no order; try "
     fits = hosts is None or hosts >= size or size % hosts == 0
-    _require(fits, config, "mesh.devices_per_host", rule + _or(_divisors(size)))
+    _require(fits, config, "mesh.devices_per_host", rule + listed(_divisors(size)))
     chunks = config.compression.chunks
     rule = f"must be from 1 to {MAX_CHUNKS}, or None for as tuned"
     _require(chunks is None or 1 <= chunks <= MAX_CHUNKS, config, "compression.chunks", rule)
@@ -185,13 +185,13 @@ def _check_batch(config: TrainConfig) -> None:
         if sequences % schedule.microbatches:
             raise ConfigError(
                 f"pipeline.microbatches={schedule.microbatches}: must divide the {sequences} sequences of a device "
-                f"({rule}); try {_or(_divisors(sequences))}"
+                f"({rule}); try {listed(_divisors(sequences))}"
             )
         sequences, rule = sequences // schedule.microbatches, f"{rule[:-1]} x pipeline.microbatches)"
     if sequences % config.chains:
         raise ConfigError(
             f"chains={config.chains}: must divide the {sequences} sequences of a device's microbatch ({rule}); "
-            f"try {_or(_divisors(sequences))}"
+            f"try {listed(_divisors(sequences))}"
         )
 
 
@@ -202,23 +202,18 @@ def _check_stages(config: TrainConfig) -> None:
     if layers % schedule.stages:
         raise ConfigError(
             f"mesh.pp={schedule.stages}: must divide the {layers} layers of the model (model.n_layers); "
-            f"try {_or(_divisors(layers))}"
+            f"try {listed(_divisors(layers))}"
         )
     of_stage = layers // schedule.stages
     if of_stage % schedule.chunks:
         raise ConfigError(
             f"pipeline.chunks={schedule.chunks}: must divide the {of_stage} layers of a stage (model.n_layers / "
-            f"mesh.pp); try {_or(_divisors(of_stage))}"
+            f"mesh.pp); try {listed(_divisors(of_stage))}"
         )
 
 
 def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
-
-
-def _or(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -275,7 +270,7 @@ def _check_codecs(config: TrainConfig) -> None:
 def _check_codec(key: str, text: str, others: tuple[str, ...] = ()) -> None:
     """Raises ConfigError for a text that is no codec, nor one of the `others`."""
     if "," not in text and text not in (*CODECS, *others):
-        raise ConfigError(f"{key}={text!r}: no such codec preset; {nearest(text, [*CODECS, *others])}")
+        raise ConfigError(f"{key}={text!r}: no such codec preset; {did_you_mean(text, [*CODECS, *others])}")
     if text not in others:
         try:
             as_codec(text, key)

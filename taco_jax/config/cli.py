@@ -24,8 +24,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TextIO
 
-from taco_jax.config import ConfigError, TrainConfig, get, keys, nearest, parse_devices, with_compression
+from taco_jax.config import ConfigError, TrainConfig, get, keys, parse_devices, with_compression
 from taco_jax.config.checks import check_types
+from taco_jax.errors import did_you_mean, error_line
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
@@ -89,7 +90,7 @@ def load(path: str | Path) -> TrainConfig:
                 f"--config {path}: is the workdir of a run; give the experiment file that it was started with, and "
                 f"--workdir {path} to go on with it (its config.json has the settings)"
             )
-        raise ConfigError(f"--config {path}: {what}; {nearest(str(path), known) if known else 'give a .py file'}")
+        raise ConfigError(f"--config {path}: {what}; {did_you_mean(str(path), known) if known else 'give a .py file'}")
     if path.suffix.lower() in (".json", ".yaml", ".yml", ".toml"):
         raise ConfigError(
             f"--config {path}: is no experiment file; give a Python file that assigns a TrainConfig to the name "
@@ -223,7 +224,7 @@ def _explain(error: Exception) -> str:
 
         cls = getattr(module, match[1], None)
         names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        return f"{match[1]} has no key {match[2]!r}; {nearest(match[2], names) if names else ''}".rstrip("; ")
+        return f"{match[1]} has no key {match[2]!r}; {did_you_mean(match[2], names) if names else ''}".rstrip("; ")
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
@@ -377,18 +378,6 @@ def _open_closed_streams() -> None:
                 os.close(null)
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))
-
-
-LONGEST_ERROR = 2000  # characters: files and arguments may hold values of any length
-
-
-def error_line(error: Exception) -> str:
-    """One line, whatever an error quotes: control characters as escapes, the middle of a very long text left out."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(error))
-    if (more := len(text) - LONGEST_ERROR) > 0:
-        half = LONGEST_ERROR // 2
-        text = f"{text[:half]} [{more} characters] {text[-half:]}"
-    return f"error: {text}"
 
 
 def run(main: Callable[[Sequence[str]], int | None], args: Sequence[str] | None = None) -> int:

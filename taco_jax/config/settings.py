@@ -8,14 +8,13 @@ fields. Nothing here starts a JAX backend.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from taco_jax.compression.compression import Compression
 from taco_jax.config.schedule import Schedule
+from taco_jax.errors import ConfigError
 from taco_jax.models.config import ModelConfig
 
 MAX_EMULATED = 4096  # devices on the CPU: each takes threads, and XLA starts all of them
@@ -23,17 +22,6 @@ MAX_EMULATED = 4096  # devices on the CPU: each takes threads, and XLA starts al
 # length (experiments/results/sequence_parallel), which is worth little where activations are small, and its messages
 # are more and smaller: what they cost GPUs in time has not been measured.
 LONG_SEQUENCE = 2048
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. Its message is one line: key, value, rule, what would work. Exit code 2."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "did you mean 'x'?" for the closest of `known`, or all of them when none is close."""
-    known = [str(k) for k in known]
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from taco_jax.config import ConfigError, nearest
+from taco_jax.config import ConfigError
+from taco_jax.errors import did_you_mean
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = {".u16.bin": "uint16", ".uint16.bin": "uint16", ".u32.bin": "uint32", ".uint32.bin": "uint32"}
@@ -105,7 +106,7 @@ def require_file(path: Path) -> None:
     folder = path.parent
     known = sorted(str(folder / p.name) for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
     hint = (
-        nearest(str(path), known)
+        did_you_mean(str(path), known)
         if 0 < len(known) <= 50
         else f"the folder {folder} " + ("does not exist" if not folder.is_dir() else "holds no such file")
     )

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from taco_jax.config import ConfigError, cli, nearest
+from taco_jax.config import ConfigError, cli
+from taco_jax.errors import did_you_mean
 
 DESCRIPTION = """The loss of a model on a text, exact and with the sums over devices compressed.
 
@@ -52,7 +53,9 @@ def main(args: Sequence[str]) -> int:
         print(f"python -m taco_jax.evaluate perplexity [options]\n\n{DESCRIPTION}")
         return 0
     if command != "perplexity":
-        raise ConfigError(f"{command or 'nothing'!r}: no evaluation of that name; {nearest(command, ['perplexity'])}")
+        raise ConfigError(
+            f"{command or 'nothing'!r}: no evaluation of that name; {did_you_mean(command, ['perplexity'])}"
+        )
     prog = "python -m taco_jax.evaluate perplexity"
     config = cli.parse_flags(PerplexityConfig(), rest, prog=prog, description=DESCRIPTION)
     for key, example in (("model", "path/to/model"), ("text", "book.txt"), ("codec", "mxfp4 int8h")):
