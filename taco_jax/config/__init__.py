@@ -1,9 +1,23 @@
 """The configuration of a training run, and the command lines.
 
-settings: the dataclasses, a sentence for every field. checks: the rules between fields. cli: flags, errors in one
-line and exit codes of all commands. schedule: the order of work in pipeline stages.
+settings: the dataclasses, a sentence for every field, each with its own rules (rules: those that several share).
+checks: the rules between them. derived: settings that follow from others. schedule: the order of work in pipeline
+stages. flags: a flag for every field. cli: what all commands run under, errors in one line and exit codes.
+device_selection: the value of `--devices`.
 """
 
+from taco_jax.config.derived import (
+    flatten,
+    get,
+    keys,
+    microbatch,
+    pipeline_schedule,
+    sequence_parallel,
+    to_dict,
+    with_codecs,
+    with_compression,
+)
+from taco_jax.config.device_selection import parse_devices
 from taco_jax.config.settings import (
     CheckpointConfig,
     CompressionConfig,
@@ -16,18 +30,7 @@ from taco_jax.config.settings import (
     OptimizerConfig,
     PipelineConfig,
     TrainConfig,
-    codec_pair,
-    flatten,
-    get,
-    keys,
-    microbatch,
-    parse_devices,
-    pipeline_schedule,
-    sequence_parallel,
     site_compression,
-    to_dict,
-    with_codecs,
-    with_compression,
 )
 from taco_jax.errors import ConfigError
 
@@ -44,7 +47,6 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "TrainConfig",
-    "codec_pair",
     "flatten",
     "get",
     "keys",

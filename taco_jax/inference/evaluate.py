@@ -10,6 +10,7 @@ from pathlib import Path
 
 from taco_jax.config import ConfigError, cli
 from taco_jax.errors import did_you_mean
+from taco_jax.inference.flags import compression_of
 
 DESCRIPTION = """The loss of a model on a text, exact and with the sums over devices compressed.
 
@@ -101,9 +102,10 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     ids = ids if config.max_tokens is None else ids[: config.max_tokens + 1]
     if len(ids) < 2:
         raise ConfigError(f"text={config.text}: has {len(ids)} tokens; at least two are needed")
-    options = {"min_bytes": config.min_bytes, "dtype": config.dtype, "error_feedback": config.error_feedback}
-    of_codec = lambda codec, plan: Settings(config.tp, codec, plan, **options)
-    settings = {"none": of_codec("none", {})} | {codec: of_codec(codec, config.plan) for codec in config.codec}
+    settings = {"none": Settings(config.tp, dtype=config.dtype)} | {
+        codec: Settings(config.tp, compression_of(config, codec, "codec"), config.plan, config.dtype)
+        for codec in config.codec
+    }
     try:
         mesh = make_mesh(tp=config.tp)
     except ValueError as error:

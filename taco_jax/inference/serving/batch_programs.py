@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from taco_jax.compression.compression import EXACT
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward
 from taco_jax.inference.cache import KVCache
@@ -49,8 +50,8 @@ class RowPrograms(Programs):
 
     def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any, batch: int, longest: int):
         super().__init__(config, settings, mesh, params)
-        if settings.min_bytes is None:
-            exact = dataclasses.replace(settings, compression=None, plan={})
+        if settings.compression.min_bytes is None:
+            exact = dataclasses.replace(settings, compression=EXACT, plan={})
             self._decode_layout = exact.layout(config, mesh.devices.flat[0], decoding=True)
         self.batch, self.longest, self.itemsize = batch, longest, jnp.dtype(settings.dtype).itemsize
         self._dtype = self._decode_layout.par.dtype
