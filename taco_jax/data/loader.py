@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from taco_jax.config import DataConfig, TrainConfig
-from taco_jax.data.text import CORPORA, read_text
-from taco_jax.data.tokens import DataError, check_ids, open_tokens
+from taco_jax.data.tokens import CORPORA, DataError, check_ids, open_tokens, read_text
 from taco_jax.errors import did_you_mean
 
 

@@ -20,13 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.finite import AT_ONCE, finite, not_finite
 from taco_jax.inference.in_memory import InMemory
-from taco_jax.inference.json_files import read_object
+from taco_jax.inference.model_folder import is_run, no_model, read_object
 from taco_jax.inference.templates import Template, called_special, read_template, special_tokens
-from taco_jax.inference.tensors import SafetensorsFolder, Tensors, check_sizes
+from taco_jax.inference.tensors import AT_ONCE, SafetensorsFolder, Tensors, check_sizes, finite, not_finite
 from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
-from taco_jax.inference.wrong_paths import is_run, no_model
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import check_size
+from taco_jax.inference.model_folder import check_size
 
 IN_MEMORY = Path("parameters in memory")  # in the place of a model's path
 CONTEXT = 8  # tokens of the prompt that a stream keeps, more where these have no text
