@@ -1,4 +1,4 @@
-"""What every program's command line uses: `run` around its main function, flags, devices, and lines of output.
+"""The parts of every program's command line: `run` around its main function, flags, devices, lines of output.
 
 Flags are in `taco_jax.config.flags`, devices in `taco_jax.config.device_selection`; their names are here too.
 """

@@ -26,7 +26,7 @@ def microbatch(config: TrainConfig) -> int:
 
 
 def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
-    """Whether activations between layers are cut along the sequence, and why.
+    """Returns whether activations between layers are cut along the sequence, and why.
 
     A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what a rank sends to the
     next stage, and what the backward pass keeps of norms and residuals, is 1 / tp. With remat that is hardly anything:

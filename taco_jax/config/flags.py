@@ -34,7 +34,7 @@ FORWARD:BACKWARD, or one name for both, sets the tensor-parallel codecs alone. F
 
 
 def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
-    """The config of a command line: defaults, then the file of `--config`, then the flags.
+    """Returns the config of a command line: defaults, then the file of `--config`, then the flags.
 
     Raises ConfigError with one line for an unknown flag, a value of the wrong type, or a file that holds no config.
     `--help` prints the help and exits with code 0.
@@ -49,7 +49,7 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
 
 
 def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: str, more: Set[str] = frozenset()) -> Any:
-    """A copy of a config dataclass with the fields that the flags name replaced. Errors as of `parse`.
+    """Returns a copy of a config dataclass with the fields replaced that the flags name. Errors as in `parse`.
 
     more: flags that the help may name and that were taken before.
     """

@@ -143,7 +143,7 @@ class PipelineConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class DataParallelConfig(Checked):
-    """What data-parallel ranks send each other, and what each of them holds."""
+    """Messages of data-parallel ranks, and the part of the state that each of them holds."""
 
     PREFIX = "data_parallel."
 
@@ -248,7 +248,7 @@ class OptimizerConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(Checked):
-    """What is saved, and how often."""
+    """Contents and intervals of checkpoints."""
 
     PREFIX = "checkpoint."
 
@@ -268,7 +268,7 @@ class CheckpointConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig(Checked):
-    """What is measured and where it goes."""
+    """Measurements and where they go."""
 
     PREFIX = "metrics."
 

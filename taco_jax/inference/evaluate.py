@@ -129,7 +129,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
 
 
 def describe(score, exact) -> dict:
-    """What is kept of a codec's Score."""
+    """Returns what is kept of a codec's Score."""
     sites = {
         site: {
             "bits": bits,

@@ -77,7 +77,7 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
 
 
 def stream_of(x_BLD: jax.Array, layout: Layout) -> ResidualStream:
-    """What the first layer takes."""
+    """Returns the first layer's input."""
     return init_stream(x_BLD, layout.par, (f"{s.sites_of}/{row}" for s in layout.segments for row in ROWS))
 
 

@@ -62,7 +62,7 @@ class Timing(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together, after the first token."""
+        """Returns the tokens per second of all rows together, after the first token."""
         return (self.tokens - self.rows) / self.rest if self.rest > 0 else 0.0
 
 
@@ -170,7 +170,7 @@ class Generator:
           sampling: a `Sampling`, or its fields by name: temperature=0.8, top_p=0.9, seed=1. Greedy by default.
 
         Raises:
-          ConfigError: a prompt as of `encode`, or as long as the model's longest sequence; settings out of range;
+          ConfigError: a prompt as in `encode`, or as long as the model's longest sequence; settings out of range;
             while it runs, logits that are not finite.
         """
         if max_tokens < 1:
@@ -186,7 +186,7 @@ class Generator:
         return self._run(rows, max_tokens, sampling, frozenset() if ignore_eos else self.checkpoint.eos)
 
     def complete(self, prompts: Sequence[Prompt], **options) -> list[str]:
-        """The whole texts that follow several prompts; options as of `generate`."""
+        """The whole texts that follow several prompts; options as in `generate`."""
         texts = [""] * len(prompts)
         for token in self.generate(prompts, **options):
             texts[token.row] += token.text

@@ -1,4 +1,4 @@
-"""What a codec does to a model's loss on a text, and to each sum that it writes.
+"""The effect of a codec on a model's loss on a text, and on each sum that it writes.
 
     windows of `context` tokens that do not overlap, each token predicted from those before it in its window
     loss = mean negative log-likelihood (nats);   perplexity = exp(loss)

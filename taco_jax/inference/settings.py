@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def error_feedback(self) -> bool:
-        """Whether any sum takes errors along."""
+        """Returns whether any sum takes errors along."""
         return any(c is not None and c.error_feedback for _, c in self.par.plan)
 
     def scales(self) -> dict[str, SiteScales]:

@@ -34,7 +34,7 @@ AT_ONCE = 1 << 20
 
 
 class Tensors(Protocol):
-    """What `loading` reads: safetensors here, GGUF in `gguf`."""
+    """The source that `loading` reads: safetensors here, GGUF in `gguf`."""
 
     def names(self) -> Iterable[str]: ...
 

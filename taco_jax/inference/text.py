@@ -152,7 +152,7 @@ class ByteStream:
 
 
 class TextStream:
-    """As `ByteStream`, for vocabularies whose text depends on the tokens beside it, such as those of SentencePiece.
+    """A `ByteStream` for vocabularies whose text depends on the tokens beside it, such as SentencePiece's.
 
     A part is what its tokens add to the text of the part before them: the space before a text's first word, which many
     of these drop, is then the prompt's. Bytes that begin a character are held until it ends. (The library's own
@@ -265,7 +265,7 @@ _CASELESS = (
 
 
 class _Pre(NamedTuple):
-    """What llama.cpp does for one of its names of tokenizers; the patterns are the models' own.
+    """The steps of llama.cpp for one of its names of tokenizers; the patterns are the models' own.
 
     ignore_merges: a word that the vocabulary has is one token, whatever the merges make of it. bos: a text gets a BOS
     where the file does not say.

@@ -65,7 +65,7 @@ def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: P
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:
-    """Whether every rank holds all k and v weights and uses one head of them (tp a true multiple of the kv heads)."""
+    """Returns whether every rank holds all k and v weights and uses one head (tp a true multiple of the kv heads)."""
     return config.n_kv_heads % tp != 0
 
 
@@ -98,7 +98,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def implementation(device, dtype: Any, head_dim: int) -> str:
-    """What jax.nn.dot_product_attention runs for whole sequences on a device: "cudnn", whose memory grows with the
+    """Returns what jax.nn.dot_product_attention runs for whole sequences: "cudnn", whose memory grows with the
     sequence, where cuDNN has it (NVIDIA GPUs from compute capability 8.0 on, 16-bit types, head dims of multiples of 8
     up to 128), else "xla", which holds the scores of all pairs of positions at once."""
     capability = compute_capability(device) if device.platform == "gpu" else None
@@ -113,9 +113,9 @@ def causal(par: Parallel) -> Attend:
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,
               par: Parallel, attend: Attend) -> jax.Array:  # fmt: skip
-    """What `attend` makes of this rank's heads, [B, L, N H], for a `column_input`.
+    """Returns what `attend` makes of this rank's heads, [B, L, N H], for a `column_input`.
 
-    `angles`, as of `rope`, is None without rotary positions.
+    `angles`, as in `rope`, is None without rotary positions.
     """
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):

@@ -86,7 +86,7 @@ class ModelConfig:
 
 
 def _problems(config: ModelConfig, tp: int) -> list[str]:
-    """What of `config` does not fit a tensor-parallel axis of `tp` devices; empty if everything does."""
+    """Returns the misfits of `config` and a tensor-parallel axis of `tp` devices; empty if everything fits."""
     heads, kv = config.n_heads, config.n_kv_heads
     problems = []
     if heads % tp:

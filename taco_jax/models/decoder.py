@@ -73,7 +73,7 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
 
 def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State,
           positions_BL: jax.Array | None = None) -> jax.Array:  # fmt: skip
-    """What the first layer takes, x_BLD in par.dtype, of parameters that `use_replicated_params` made ready.
+    """Returns the first layer's input, x_BLD in par.dtype, from parameters that `use_replicated_params` made ready.
 
     `positions_BL` (default: 0 to L - 1 in each sequence) needs whole sequences, no sequence parallelism.
     """

@@ -49,7 +49,7 @@ def loss(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Pa
 
 
 def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axes) -> jax.Array:
-    """What the last stage makes of x_BLD; on other stages, nothing of use."""
+    """Returns what the last stage makes of x_BLD; on other stages, nothing of use."""
     ticks, ring = schedule.forward_ticks, schedule.chunks > 1
     x_MBLD = x_BLD.reshape(schedule.microbatches, -1, *x_BLD.shape[1:])
     # What the first stage starts in each tick (anything where it starts nothing), and when the last one finishes.

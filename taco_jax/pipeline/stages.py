@@ -1,4 +1,4 @@
-"""What a stage holds and does: its layers, and on the first and the last stage the ends of the model.
+"""A stage's parts and work: its layers, and on the first and the last stage the ends of the model.
 
 Layers stay one stacked array over all stages; each rank of pp holds the n_layers / pp of its stage. Embedding, final
 norm and head are whole on every stage and used on one: their gradients are summed over pp, once (`sum_over_stages`),

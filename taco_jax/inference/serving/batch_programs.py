@@ -38,7 +38,7 @@ STATE, CACHE = 1, 2
 
 
 class State(NamedTuple):
-    """Of every row: tokens, the last one chosen; positions, where it will stand; rows, how it is sampled."""
+    """The rows' tokens, the last one chosen of each; positions, where it will stand; rows, how each is sampled."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -57,7 +57,7 @@ class RowPrograms(Programs):
         self._dtype = self._decode_layout.par.dtype
 
     def lengths(self) -> list[int]:
-        """What prompts are padded to."""
+        """Returns the lengths that prompts are padded to."""
         return sorted({bucket(length, self.longest) for length in [*_powers(self.longest), self.longest]})
 
     def compile(self) -> None:
@@ -75,7 +75,7 @@ class RowPrograms(Programs):
 
     @property
     def cache_bytes(self) -> int:
-        """Of one device."""
+        """Returns the bytes of one device's part of the cache."""
         return kv.cache_bytes(self.config, self.batch, self.longest, self.mesh.shape["tp"], self.itemsize)
 
     def empty(self) -> tuple[State, KVCache]:
