@@ -22,7 +22,6 @@ Dim letters: M blocks of a message, B elements of a block; leading dims ("...") 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 
 import jax
@@ -43,6 +42,7 @@ from pallas_kernels.formats import DTYPES as FLOAT_DTYPES
 from taco_jax.codec import block_scale, stochastic_rounding, tah, wire
 from taco_jax.codec.elements import from_codes, to_codes
 from taco_jax.codec.hadamard import rotate, unrotate
+from taco_jax.errors import did_you_mean
 
 STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
 TOKEN = "token"
@@ -58,9 +58,8 @@ def _check_dtype(dtype, name: str) -> None:
 def check_choice(key: str, value, valid: tuple[str, ...]) -> None:
     if value in valid:
         return
-    near = difflib.get_close_matches(str(value), valid, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{key}={value!r} is unknown: {hint}valid are {', '.join(valid)}")
+    hint = did_you_mean(value, valid, otherwise="")
+    raise ValueError(f"{key}={value!r} is unknown: {hint}{' ' * bool(hint)}valid are {', '.join(valid)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,8 +359,7 @@ def _changed_preset(text: str, key: str) -> Codec:
     for change in changes:
         field, _, value = change.partition("=")
         if field not in known or not value:
-            near = difflib.get_close_matches(field, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"
+            hint = did_you_mean(field, known, otherwise=f"fields are {', '.join(known)}")
             raise ValueError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {hint}")
         fields[field] = int(value) if value.isdigit() else value
     try:

@@ -1,4 +1,4 @@
-"""What travels between stages: activations to the next stage, their gradients back, each with a codec of its own.
+"""Messages between stages: activations to the next stage, their gradients back, each with a codec of its own.
 
 The message is `taco_jax.ppermute` at site `pp/act`: every rank of a stage sends its x to the same rank of the next one,
 `codec.wire_bytes(x.size)` bytes a tick, empty ticks too (a permutation is one program for all ranks).

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from taco_jax import pipeline
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
@@ -42,7 +43,6 @@ from taco_jax.mesh import AXES
 from taco_jax.models import blocks, decoder
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
-from taco_jax.pipeline import program as pipeline
 from taco_jax.tensor_parallel import to_varying
 from taco_jax.train import optim
 from taco_jax.train.data_parallel import DataParallel

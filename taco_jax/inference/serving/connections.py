@@ -66,7 +66,7 @@ class Connections:
         return Connection(self, **of_uvicorn)
 
     def make_room(self, new: Connection) -> bool:
-        """Whether there is room for one more; one without a request may have been closed for it."""
+        """Returns whether there is room for one more; one without a request may have been closed for it."""
         if len(self.open) < self.limits.most:
             return True
         oldest = next(iter(self.waiting), None)

@@ -1,4 +1,4 @@
-"""What the engine and its callers hand each other: jobs and their events, refusals, stop strings."""
+"""Types that the engine and its callers exchange: jobs and their events, refusals, stop strings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Stops:
         self._stops, self._held, self.stopped = tuple(stops), "", False
 
     def add(self, text: str) -> str:
-        """What can be let out now."""
+        """Returns what can be let out now."""
         if self.stopped:
             return ""
         held = self._held + text
@@ -83,7 +83,7 @@ class Stops:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
