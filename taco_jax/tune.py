@@ -35,7 +35,7 @@ RANGE_BITS = {"bfloat16": 160, "float32": 160, "float16": 20}  # that values may
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """What is measured, and where the result goes."""
+    """The measurement, and where its result goes."""
 
     codecs: tuple[str, ...] = ("taco", "int6h", "int4h")
     """Codecs to measure."""
@@ -226,7 +226,7 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
 
 
 def result_of(points: Sequence[Point]):
-    """What the file says of a codec."""
+    """Returns what the file says of a codec."""
     from taco_jax.compression import tuned
 
     best = [(p.bytes, p.chunks, p.exchange) for p in points if p.algorithm == "two_shot"]
@@ -269,7 +269,7 @@ def _best(config: TuneConfig, mesh, codec: str, nbytes: int, algorithms: Sequenc
 
 
 def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
-    """Whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
+    """Returns whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
     from taco_jax.compression import dispatch
 
     with dispatch.record() as choices:

@@ -128,12 +128,12 @@ class Codec:
 
     @property
     def per_token(self) -> bool:
-        """Whether a block is a token: the last dim of an array."""
+        """Returns whether a block is a token: the last dim of an array."""
         return self.block == TOKEN or self.token > 0
 
     @property
     def mixed(self) -> bool:
-        """Whether blocks choose between two numbers of bits (`tah.py`)."""
+        """Returns whether blocks choose between two numbers of bits (`tah.py`)."""
         return self.element == tah.ELEMENT
 
     @property
@@ -274,7 +274,7 @@ class Codec:
         return wire.assemble([packed, *scales.planes]), scales.largest
 
     def seed(self, key: jax.Array | None) -> jax.Array | None:
-        """What stochastic rounding draws from, uint32[2]; None with rounding to nearest."""
+        """Returns the seed that stochastic rounding draws from, uint32[2]; None with rounding to nearest."""
         if self.rounding == "nearest":
             return None
         if key is None:
@@ -295,7 +295,8 @@ class Codec:
         return values * block_scale.read(self.scale, element, planes, exponent, n_blocks)[..., None]
 
     def measure(self, z: jax.Array, messages: jax.Array, *, exponent=None) -> jax.Array:
-        """What a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all elements.
+        """Returns what a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all
+        elements.
 
         Clipped: |z| lies beyond what the block's scale can express (int3_4: never). Flushed: z is not zero and its code
         is.

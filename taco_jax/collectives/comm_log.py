@@ -42,7 +42,8 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What one device sends inside its host ("inside") or to other hosts ("between"), among `ranks`; bytes a call."""
+    """Bytes that one device sends inside its host ("inside") or to other hosts ("between"), among `ranks`; bytes a
+    call."""
 
     name: str
     ranks: int
@@ -133,7 +134,7 @@ class Table:
 
 
 def _what(row: Row) -> str:
-    """What a message carries, for `Table.codecs`; "" for scalars, norm weights and the like."""
+    """Returns what a message carries, for `Table.codecs`; "" for scalars, norm weights and the like."""
     if row.kind == "activation":
         return row.direction
     if row.kind == "gradient" or row.site == GRADIENTS:
@@ -165,7 +166,7 @@ def recording() -> bool:
 
 @contextlib.contextmanager
 def repeat(n: int) -> Iterator[None]:
-    """What is traced inside the block runs n times (nested blocks multiply)."""
+    """Counts what is traced inside the block n times (nested blocks multiply)."""
     token = _calls.set(_calls.get() * n)
     try:
         yield
@@ -197,7 +198,8 @@ def marked(kind: str, direction: str) -> Iterator[None]:
 
 
 def current_calls(direction: str = "backward") -> int:
-    """How often a collective traced now runs per step. Forward rules keep it for backward rules, traced much later."""
+    """Returns how often a collective traced now runs per step. Forward rules keep it for backward rules, traced much
+    later."""
     return _calls.get() * (_forward_again.get() if direction == "forward" else 1)
 
 

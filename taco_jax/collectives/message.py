@@ -1,4 +1,5 @@
-"""What every hop of a message shares: codec, site scale, keys and the measure that the amax slot receives."""
+"""`Message`: the static part that every hop of a message shares: codec, site scale, keys and the measure that the amax
+slot receives."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class Message:
 
     @property
     def ranks(self) -> int:
-        """How many ranks exchange the message."""
+        """Returns how many ranks exchange the message."""
         return lax.axis_size(self.axis) if self.group is None else self.group.size
 
     @property
@@ -92,7 +93,7 @@ class Message:
 
     @property
     def in_one_shot(self) -> bool:
-        """Whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
+        """Returns whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
         return self.algorithm == "one_shot" or (self.algorithm == "auto" and self.ranks == 2)
 
     @property

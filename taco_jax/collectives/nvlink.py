@@ -37,7 +37,8 @@ from taco_jax.compression import dispatch
 
 
 def takes(message: Message, operation: str, x: jax.Array) -> bool:
-    """Whether a message goes over NVLink in one kernel. operation: all_reduce, reduce_scatter or all_gather of x.
+    """Returns whether a message goes over NVLink in one kernel. operation: all_reduce, reduce_scatter or all_gather of
+    x.
 
     Raises KernelUnavailableError where that is forced and cannot be.
     """
@@ -168,7 +169,7 @@ def run(message: Message, fused: Callable, separate: Callable, operands, exponen
 
 
 def _whole(message: Message, size: int) -> int:
-    """Of `size` elements those in whole groups of 8 rows."""
+    """Returns how many of `size` elements are in whole groups of 8 rows."""
     group = _group(message)
     return size // group * group
 

@@ -168,12 +168,12 @@ class Compression:
 
     @property
     def can_feed_back(self) -> bool:
-        """Whether sums sent in this way leave an error that a later one can take along."""
+        """Returns whether sums sent in this way leave an error that a later one can take along."""
         return not self.with_product and all(getattr(self, key) in valid for key, valid in FEEDBACK.items())
 
     @property
     def is_exact(self) -> bool:
-        """Whether both directions are jax.lax's own."""
+        """Returns whether both directions are jax.lax's own."""
         return all(codec.exact for codec in self.codecs)
 
 

@@ -29,7 +29,7 @@ SLOT_NAME = "amax_slot"  # of a layer's variable; `update_scales` knows slots by
 
 
 class SiteScales(NamedTuple):
-    """What one use of a site is handed inside the manual region.
+    """Arrays that one use of a site is handed inside the manual region.
 
     exponents: int32[2] (forward, backward), the same on every device; cotangent zero.
     slot: float32[2, K], this device's, zeros; its cotangent is the measure of the use (K = 1: largest scale;

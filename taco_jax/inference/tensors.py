@@ -44,7 +44,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
+        """Returns that part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
 
 
 def check_sizes(config: ModelConfig, tensors: Tensors, where: Path) -> None:

@@ -28,7 +28,7 @@ _BYTES = _byte_symbols()
 
 
 def begun(text: bytes) -> int:
-    """How many bytes at the end of a text in UTF-8 begin a character that more bytes could make whole."""
+    """Returns how many bytes at the end of a text in UTF-8 begin a character that more bytes could make whole."""
     for count in range(1, min(LONGEST_CHARACTER, len(text) + 1)):
         lead = text[-count]
         if not 0x80 <= lead < 0xC0:

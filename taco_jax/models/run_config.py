@@ -66,7 +66,7 @@ class Parallel:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 
     def compression(self, site: str) -> Compression | None:
-        """How `site` is compressed; None is exact.
+        """Returns how `site` is compressed; None is exact.
 
         Raises:
             KeyError: there is a plan and it does not name the site.

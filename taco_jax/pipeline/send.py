@@ -23,7 +23,7 @@ SITE = "pp/act"
 
 
 def plan(config: TrainConfig) -> dict[str, Compression | None]:
-    """How the site of a config's stages is compressed, as in `Plan.resolve`; empty without stages.
+    """Returns how the site of a config's stages is compressed, as in `Plan.resolve`; empty without stages.
 
     Messages of every size are, unless compression.min_bytes is set: what is tuned is tuned for sums over tp.
     """

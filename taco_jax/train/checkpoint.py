@@ -400,7 +400,7 @@ def _tree(meta: Any, item: str) -> Any:
 
 
 def _alike(stored: Any, scales: Any) -> Any:
-    """What to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
+    """Returns what to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
     leaf = jax.tree.leaves(scales)[0]
     place = lambda meta: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=leaf.sharding)
     whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}

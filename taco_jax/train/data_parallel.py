@@ -100,7 +100,7 @@ class DataParallel:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one rank's gradients before they are summed, on one device."""
+        """Bytes of one rank's gradients before they are summed, on one device."""
         return sum(4 * math.prod(c.shape) for c in self._cuts)
 
     @property
@@ -109,14 +109,14 @@ class DataParallel:
 
     @property
     def master_specs(self) -> Any:
-        """Of `TrainState.params`."""
+        """Specs of `TrainState.params`."""
         return self.share_specs if self.has_copy else self.specs
 
     # Gradients
 
     @property
     def partial_specs(self) -> Any:
-        """Of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
+        """Specs of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
         return jax.tree.map(lambda spec: P("dp", *spec), self.specs)
 
     def reduce(self, partial: Any) -> Any:
@@ -191,7 +191,7 @@ class DataParallel:
 
     @property
     def gather_dtype(self):
-        """Of the values that `spread` sends, before any codec."""
+        """Dtype of the values that `spread` sends, before any codec."""
         return self.copy_dtype if self.has_copy and not self.differences else jnp.dtype(jnp.float32)
 
     def _gather(self, shares: Any, codec: Codec, dtype) -> Any:

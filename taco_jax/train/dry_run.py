@@ -95,7 +95,8 @@ def _config_text(config: TrainConfig) -> str:
 
 
 def _kernel_text(program: step_lib.Program, choices: dispatch.Choices) -> str:
-    """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
+    """Returns what runs each codec, one line where it is the same for all operations, and from what size messages use
+    it."""
     device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
     of_levels = {level.codec for row in program.table.rows() for level in row.levels}
@@ -158,7 +159,7 @@ def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
 
 
 def _sequence_text(config: TrainConfig) -> list[str]:
-    """Whether activations are cut along the sequence, and why; nothing where tp is 1."""
+    """Returns whether activations are cut along the sequence, and why; nothing where tp is 1."""
     on, why = sequence_parallel(config)
     return [f"sequence parallelism: {'on' if on else 'off'} ({why})"] if config.mesh.tp > 1 else []
 
@@ -181,7 +182,7 @@ def _pipeline_text(program: step_lib.Program) -> str:
 
 
 def _hosts_text(program: step_lib.Program) -> list[str]:
-    """Whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
+    """Returns whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
     tp, local, c = program.config.mesh.tp, program.ranks_per_host, program.config.compression
     if tp == 1 or (local == tp and c.algorithm != "hierarchical"):
         return []
@@ -210,7 +211,7 @@ def _source_of_hosts(program: step_lib.Program) -> str:
 
 
 def _data_parallel_text(program: step_lib.Program) -> list[str]:
-    """How gradients are summed over dp and who holds what; nothing where dp is 1."""
+    """Returns how gradients are summed over dp and who holds what; nothing where dp is 1."""
     dp, c = program.data_parallel, program.config.data_parallel
     if dp.ranks == 1:
         return []

@@ -39,7 +39,7 @@ class Job:
     done: bool = False
 
     def row(self) -> Rows:
-        """How it is sampled, as a batch of one."""
+        """Returns how it is sampled, as a batch of one."""
         one = lambda value, dtype: np.full((1,), value, dtype)
         return Rows(
             one(self.temperature, np.float32), one(self.top_k, np.int32), one(self.top_p, np.float32),
@@ -89,5 +89,5 @@ class Stops:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the text's end the stop string may begin with."""
+    """Returns how much of the text's end the stop string may begin with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

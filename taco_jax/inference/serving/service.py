@@ -221,7 +221,7 @@ class Service:
 
 
 def _between_words(text: str, most: int) -> int:
-    """Where a word ends, at most that far from the text's begin; 0 where none does nearby."""
+    """Returns where a word ends, at most that far from the text's begin; 0 where none does nearby."""
     for at in range(most, max(0, most - CUT), -1):
         if text[at] == " " and not text[at - 1].isspace() and not text[at + 1 : at + 2].isspace():
             return at
