@@ -28,7 +28,8 @@ from pallas_kernels import compat
 from pallas_kernels.mosaic import rotation
 from pallas_kernels.mosaic.tiling import ROWS
 from pallas_kernels.mosaic.writer import WARPS, put_largest
-from pallas_kernels.nvlink.deal import CTA, ROLE
+from pallas_kernels.nvlink.tile_schedule import CTA_AXIS as CTA
+from pallas_kernels.nvlink.tile_schedule import ROLE_AXIS as ROLE
 from pallas_kernels.product import clerks, halves, lines
 from pallas_kernels.product.hands import OWN, Hands, InPlace
 from pallas_kernels.product.plan import Plan
@@ -96,8 +97,8 @@ def run(plan: Plan, x_MK: jax.Array, w: jax.Array, exponent) -> tuple[jax.Array,
         out_type=[
             jax.ShapeDtypeStruct((plan.m, plan.n), jnp.bfloat16),
             jax.ShapeDtypeStruct((plan.ctas * (WORKERS + 1), WARPS), jnp.int32),
-            frames.buffer(ranks, plan.tiles * plan.own),
-            frames.buffer(plan.tiles * FRAMES),
+            frames.global_type(ranks, plan.tiles * plan.own),
+            frames.global_type(plan.tiles * FRAMES),
             jax.ShapeDtypeStruct((plan.ctas, plan.own, OWN, ROWS * TILE_N), jnp.float32),
         ],
         scratch_types=list(scratch.values()),

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.nvlink.post import signal
+from pallas_kernels.nvlink.frame_transport import signal
 from pallas_kernels.product.lines import hear, tell
 from pallas_kernels.product.plan import Plan
 from pallas_kernels.product.sizes import FRAMES, TILE_K, TILE_M, TILE_N, WORKERS

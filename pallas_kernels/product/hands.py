@@ -16,8 +16,8 @@ from pallas_kernels import compat
 from pallas_kernels.mosaic import blocks, rotation
 from pallas_kernels.mosaic.tiling import ROWS
 from pallas_kernels.mosaic.writer import Writer
-from pallas_kernels.nvlink.deal import CTA
-from pallas_kernels.nvlink.frames import Frames
+from pallas_kernels.nvlink.frame_transport import FrameCodec
+from pallas_kernels.nvlink.tile_schedule import CTA_AXIS as CTA
 from pallas_kernels.product import butterflies, halves, registers
 from pallas_kernels.product.lines import RING, hear, tell
 from pallas_kernels.product.plan import Plan
@@ -27,7 +27,7 @@ FACTOR = np.float32(1.0 / np.sqrt(TILE_N))  # of the orthonormal transform
 OWN = RING + 2  # own frames that wait for their sum: told ones, one that is added up and one that is made
 
 
-class InPlace(Frames):
+class InPlace(FrameCodec):
     """Frames in global memory, of this rank or another one, that a warpgroup writes and reads from its registers."""
 
     def _codes(self, frame):
@@ -64,7 +64,7 @@ class Hands:
 
             def send(largest, z=z, owner=owner, place=place):
                 there = plan.at(self.terms_g, owner).at[plan.sender(owner), plan.tile(t) * plan.own + place]
-                return jnp.maximum(largest, self.frames.write(there, [z], self.exponent()))
+                return jnp.maximum(largest, self.frames.encode(there, [z], self.exponent()))
 
             largest = lax.cond(me == owner, keep, send, largest)
         tell(self.s, f"terms_out{worker}", t)
@@ -93,10 +93,10 @@ class Hands:
             for k in range(plan.ranks - 1):
                 total = lax.cond(me == k, add_own, lambda z: z, total)
                 frame = self.terms_g.at[k + (me <= k).astype(jnp.int32), plan.tile(t) * plan.own + place]
-                total = total + self.frames.values(frame, self.exponent())[0]
+                total = total + self.frames.decode(frame, self.exponent())[0]
             total = lax.cond(me == plan.ranks - 1, add_own, lambda z: z, total)
             for there in plan.everywhere(self.sums_g, plan.tile(t) * FRAMES, place):
-                largest = jnp.maximum(largest, self.frames.write(there, [total], self.exponent()))
+                largest = jnp.maximum(largest, self.frames.encode(there, [total], self.exponent()))
         tell(self.s, "sums_out", t)
         return largest
 

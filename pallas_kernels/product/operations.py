@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats import Format
 from pallas_kernels.mosaic.encoding import largest
 from pallas_kernels.mosaic.tiling import ROWS
-from pallas_kernels.nvlink.frames import Frames
+from pallas_kernels.nvlink.frame_transport import FrameCodec
 from pallas_kernels.product import all_reduce
 from pallas_kernels.product.obstacles import obstacle
 from pallas_kernels.product.plan import Plan, frame_tiling
@@ -41,7 +41,7 @@ def played(fmt: Format, x_MK: jax.Array, w: jax.Array, ranks: int, exponent=None
 
 def frame_bytes(fmt: Format, elements: int) -> int:
     """Bytes of the frames of a result of so many elements."""
-    return elements // (ROWS * TILE_N) * Frames(frame_tiling(fmt)).bytes
+    return elements // (ROWS * TILE_N) * FrameCodec(frame_tiling(fmt)).frame_bytes
 
 
 def _run(fmt, x_MK, w, exponent, transposed, **where):

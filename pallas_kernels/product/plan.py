@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.formats import Format, Geometry
 from pallas_kernels.mosaic.pipeline import MAX_CTAS
 from pallas_kernels.mosaic.tiling import ROWS, Tiling
-from pallas_kernels.nvlink.deal import CTA
+from pallas_kernels.nvlink.tile_schedule import CTA_AXIS as CTA
 from pallas_kernels.product.sizes import FRAMES, TILE_K, TILE_M, TILE_N
 
 # The walk over tiles goes along columns of so many tiles, so that what is read at one time stays in the L2 cache.

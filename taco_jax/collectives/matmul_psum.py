@@ -146,7 +146,7 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
     def separate(x, w, exponent):
         return all_reduce.start(message, product.term(x, w), exponent, None).done()
 
-    y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
+    y, measure = nvlink.run(message, fused, separate, (x, w), exponent=exponent, to="invarying")
     in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
     in_two_hops.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
     return y, measure

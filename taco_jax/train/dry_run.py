@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import OPERATIONS
-from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
+from pallas_kernels.nvlink.support import OPERATIONS as LINK_OPERATIONS
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
 from taco_jax.config import ConfigError, TrainConfig, microbatch, sequence_parallel, to_dict

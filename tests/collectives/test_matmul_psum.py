@@ -33,7 +33,7 @@ def stand_in(fmt, x, w, axis, exponent=None, *, transposed=False):
 @pytest.fixture
 def over_nvlink(monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(nvlink, "obstacle", lambda *_: None)
+    monkeypatch.setattr(nvlink, "why_unsupported", lambda *_: None)
     monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in, raising=False)
     obstacle = kernels.obstacle
     # On a CPU float32 shows more.
