@@ -218,12 +218,12 @@ MUTANTS = (
         gpu=True,
     ),
     Mutant(
-        "product-half",
-        "the product kernel's transform of 128 subtracts its halves the wrong way round",
-        "pallas_kernels/product/halves.py",
+        "matmul-hadamard-half",
+        "the transform of 128 in a matmul with its all-reduce subtracts its halves the wrong way round",
+        "pallas_kernels/matmul_all_reduce/hadamard.py",
         "return [a + b, a - b]",
         "return [a + b, b - a]",
-        ("tests/pallas_kernels/test_product_gpu.py -k test_one_gpu",),
+        ("tests/pallas_kernels/test_matmul_all_reduce_gpu.py -k test_one_gpu",),
         gpu=True,
     ),
 )
