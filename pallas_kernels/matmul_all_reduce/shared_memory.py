@@ -40,15 +40,15 @@ class Pipeline(NamedTuple):
 
     def arrive(self, t) -> None:
         """Tells the next role that tile t is done."""
-        place = lax.rem(t, jnp.int32(PIPELINE_TILES))
-        pl.when(t >= PIPELINE_TILES)(lambda: plgpu.barrier_wait(self.taken.at[place]))
-        plgpu.barrier_arrive(self.arrived.at[place])
+        slot = lax.rem(t, jnp.int32(PIPELINE_TILES))
+        pl.when(t >= PIPELINE_TILES)(lambda: plgpu.barrier_wait(self.taken.at[slot]))
+        plgpu.barrier_arrive(self.arrived.at[slot])
 
     def wait(self, t) -> None:
         """Waits until tile t is done."""
-        place = lax.rem(t, jnp.int32(PIPELINE_TILES))
-        plgpu.barrier_wait(self.arrived.at[place])
-        plgpu.barrier_arrive(self.taken.at[place])
+        slot = lax.rem(t, jnp.int32(PIPELINE_TILES))
+        plgpu.barrier_wait(self.arrived.at[slot])
+        plgpu.barrier_arrive(self.taken.at[slot])
 
 
 class Scratch(NamedTuple):

@@ -141,8 +141,8 @@ def run(
 
     def body(x_g, matrices_g, exponent_g, y_g, largest_g, *refs):
         inboxes_g, s = refs[: roles.inboxes], scratch_tree.unflatten(refs[roles.inboxes :])
-        role = lax.axis_index(ROLE_AXIS)
-        rotator.load(matrices_g, s.matrices, s.matrices_loaded, role)
+        warpgroup = lax.axis_index(ROLE_AXIS)
+        rotator.load(matrices_g, s.matrices, s.matrices_loaded, warpgroup)
         wait_for_matrices = lambda: rotator.wait(s.matrices_loaded)
 
         def context():
@@ -152,75 +152,69 @@ def run(
         def put_maxima(largest, inbox):
             put_largest(largest_g.at[lax.axis_index(CTA_AXIS) * roles.inboxes + inbox], largest, False)
 
-        def output(writer):
+        def output_tiles(role, writer):
             transforms = rotation.transforms(dtype, tiling.chunk)
-            y_s = s.y.at[writer]
-            return warp_roles.OutputTiles(context(), y_g, y_s, buffers=counts.y_buffers, transforms=transforms)
+            return warp_roles.OutputTiles(role, y_g, s.y.at[writer], buffers=counts.y_buffers, transforms=transforms)
 
         def send():
-            x = warp_roles.InputTiles(context(), x_g, s.x, loaded=s.x_loaded, stages=counts.x_stages)
-            slots = s.outgoing.slots()
-            put_maxima(warp_roles.send(context(), to_peers, x, slots, wait_for_matrices=wait_for_matrices), 0)
+            role, slots = context(), s.outgoing.slots()
+            x = warp_roles.InputTiles(role, x_g, s.x, loaded=s.x_loaded, stages=counts.x_stages)
+            put_maxima(warp_roles.send(role, to_peers, x, slots, wait_for_matrices=wait_for_matrices), inbox=0)
 
         def combine(i):
-            own_x, stages = None, counts.own_x_stages
+            role, slots, own_x = context(), s.incoming_sets.slots(i), None
             if roles.has_own_term:
                 own_x = warp_roles.InputTiles(
-                    context(), x_g, s.own_x.at[i], loaded=s.own_x_loaded, stages=stages, first_barrier=i * stages
-                )
-            sends_on = roles.sums_into_frames
-            if sends_on:
-                store = warp_roles.store_in_frames(context(), s.outgoing_sums.slots())
+                    role, x_g, s.own_x.at[i], loaded=s.own_x_loaded, stages=counts.own_x_stages,
+                    first_barrier=i * counts.own_x_stages,
+                )  # fmt: skip
+            sum_tiles = functools.partial(
+                warp_roles.combine, role, to_combine[i], slots, own_x, wait_for_matrices=wait_for_matrices
+            )
+            if roles.sums_into_frames:
+                store = warp_roles.store_in_frames(role, s.outgoing_sums.slots())
+                put_maxima(sum_tiles(store=store, starts_with_term=True), inbox=1)
             else:
-                store = warp_roles.store_in_values(context(), output(i))
-            largest = warp_roles.combine(
-                context(), to_combine[i], s.incoming_sets.slots(i), own_x, store=store, starts_with_term=sends_on,
-                wait_for_matrices=wait_for_matrices,
-            )  # fmt: skip
-            if sends_on:
-                put_maxima(largest, 1)
+                sum_tiles(store=warp_roles.store_in_values(role, output_tiles(role, i)), starts_with_term=False)
 
         def receive(i):
-            slots = s.incoming.slots(i)
-            warp_roles.receive(context(), to_receive[i], slots, output(i), wait_for_matrices=wait_for_matrices)
+            role, slots = context(), s.incoming.slots(i)
+            y = output_tiles(role, i)
+            warp_roles.receive(role, to_receive[i], slots, y, wait_for_matrices=wait_for_matrices)
 
-        compute_warpgroups = [send, *[functools.partial(combine, i) for i in range(combiners)]]
+        compute_warpgroups = [send]
+        compute_warpgroups += [functools.partial(combine, i) for i in range(combiners)]
         compute_warpgroups += [functools.partial(receive, i) for i in range(receivers)]
 
-        def send_slots(slots, inbox, order):
-            send_frames(schedule, slots.slots(), order, inbox_g=inboxes_g[inbox], signals=s.signals[inbox])
+        def copy_warp(move, slots, order, inbox):
+            where = {"inbox_g": inboxes_g[inbox], "signals": s.signals[inbox]}
+            return functools.partial(move, schedule, slots, order, **where)
 
-        def fetch_slots(slots, inbox, owner, order):
-            send = {"inbox_g": inboxes_g[inbox], "signals": s.signals[inbox]}
-            fetch_frames(schedule, slots.slots(owner), order, **send)
-
-        copy_warps = [functools.partial(send_slots, s.outgoing, 0, to_peers)]
+        copy_warps = [copy_warp(send_frames, s.outgoing.slots(), to_peers, inbox=0)]
         if roles.sums_into_frames:
-            copy_warps.append(functools.partial(send_slots, s.outgoing_sums, 1, SendOrder(schedule, to_owners=False)))
+            to_all = SendOrder(schedule, to_owners=False)
+            copy_warps.append(copy_warp(send_frames, s.outgoing_sums.slots(), to_all, inbox=1))
         for i, order in enumerate(to_combine):
-            copy_warps.append(functools.partial(fetch_slots, s.incoming_sets, inbox=0, owner=i, order=order))
+            copy_warps.append(copy_warp(fetch_frames, s.incoming_sets.slots(i), order, inbox=0))
         for i, order in enumerate(to_receive):
-            copy_warps.append(functools.partial(fetch_slots, s.incoming, inbox=-1, owner=i, order=order))
+            copy_warps.append(copy_warp(fetch_frames, s.incoming.slots(i), order, inbox=-1))
 
         for i, work in enumerate(compute_warpgroups):
 
-            @pl.when(role == i)
+            @pl.when(warpgroup == i)
             def _(work=work):
                 plgpu.set_max_registers(COMPUTE_REGISTERS[len(compute_warpgroups)], action="increase")
                 work()
                 plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(role == len(compute_warpgroups))
+        @pl.when(warpgroup == len(compute_warpgroups))
         def _():
             plgpu.set_max_registers(COPY_WARP_REGISTERS, action="decrease")
 
             @plgpu.warp_map
             def _(warp):
                 for i, work in enumerate(copy_warps):
-
-                    @pl.when(warp == i)
-                    def _(work=work):
-                        work()
+                    pl.when(warp == i)(work)
 
     body.__name__ = roles.kernel_name
     y_type = jax.ShapeDtypeStruct((out_rows, tiling.row), dtype)
