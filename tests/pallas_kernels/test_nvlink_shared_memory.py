@@ -1,4 +1,4 @@
-"""The shared memory of NVLink kernels, and that nobody in it waits for who waits for him."""
+"""The shared memory of NVLink kernels, and that a warpgroup and its copy warp never wait for each other."""
 
 import jax.numpy as jnp
 import pytest
