@@ -3,7 +3,7 @@
     python experiments/bench_product.py --out experiments/results/product
 
 On several GPUs: the product alone, with NCCL's sum of bf16 after it, with the codec's sum in one kernel over NVLink
-after it, and both in one kernel. On one GPU that plays four ranks (`pallas_kernels.product.played`): the product alone
+after it, and both in one kernel. On one GPU that plays four ranks (`matmul_all_reduce_loopback`): the product alone
 and the kernel, whose frames then go to its own memory, so that its time is that of everything but the link. Products
 are those of a 7B model's layer at tp 4 with 16,384 tokens, where a sum follows.
 
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from pallas_kernels import product
+from pallas_kernels import matmul_all_reduce as kernels
 from pallas_kernels.nvlink import hardware
 from taco_jax import Compression
 from taco_jax.codec import CODECS
@@ -58,9 +58,10 @@ def main(arguments: Sequence[str]) -> None:
     runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
     runs.require(args.calls >= 1, "--calls", args.calls, "must be at least 1")
     ranks = len(jax.devices())
-    runs.require(ranks in (1, *product.RANKS), "devices", ranks, f"must be 1 or one of {product.RANKS}")
+    runs.require(ranks in (1, *kernels.RANKS), "devices", ranks, f"must be 1 or one of {kernels.RANKS}")
     for codec in codecs:
-        reason = product.obstacle(to_format(CODECS[codec]), M, 896, N, "bfloat16", PLAYED if ranks == 1 else ranks)
+        fmt, asked = to_format(CODECS[codec]), {"dtype": "bfloat16", "ranks": PLAYED if ranks == 1 else ranks}
+        reason = kernels.why_unsupported(fmt, M, 896, N, **asked)
         runs.require(reason is None, "--codecs", codec, reason)
     runs.folder("--out", args.out)
     results: dict[str, dict] = {}
@@ -102,8 +103,8 @@ def variants(codecs: Sequence[str], ranks: int, transposed: bool) -> dict:
     def ours(codec):
         fmt, options = to_format(CODECS[codec]), {"transposed": transposed}
         if ranks == 1:
-            return lambda x, w: product.played(fmt, x, w, PLAYED, **options)[0]
-        return lambda x, w: product.matmul_all_reduce(fmt, x, w, "tp", **options)[0]
+            return lambda x, w: kernels.matmul_all_reduce_loopback(fmt, x, w, PLAYED, **options)[0]
+        return lambda x, w: kernels.matmul_all_reduce(fmt, x, w, "tp", **options)[0]
 
     def after(codec, link):
         return lambda x, w: taco_jax.psum(

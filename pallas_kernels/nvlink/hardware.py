@@ -1,4 +1,4 @@
-"""Whether this process's GPUs can write into each other's memory over NVLink, as the driver's own library says."""
+"""Asks the driver's own library whether this process's GPUs can write into each other's memory over NVLink."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Mapping
 
-_MOST_LINKS = 18
+_MAX_LINKS = 18
 # Boards that may have no NVLink, or only to one neighbour.
 _DOUBTFUL = r"PCIe|NVL\b"
 
 
 def missing(device_kind: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why peer memory over NVLink is not to be used here without being asked for; None where it is."""
+    """Returns why peer memory over NVLink is not used here unless it is asked for; None where it is."""
     if environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE asks for a link without peer memory"
     if environment.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"):
@@ -28,7 +28,7 @@ def missing(device_kind: str, environment: Mapping[str, str] = os.environ) -> st
 
 
 def unfit_memory(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why peers cannot write into this process's memory at all; None where they can."""
+    """Returns why peers cannot write into this process's memory at all; None where they can."""
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator in ("", "default", "bfc"):
         return None
@@ -37,7 +37,7 @@ def unfit_memory(environment: Mapping[str, str] = os.environ) -> str | None:
 
 @functools.cache
 def all_linked() -> bool | None:
-    """Whether every GPU of this machine has an active NVLink; None where the driver's library is missing or refuses."""
+    """Returns whether every GPU of this machine has an active NVLink; None where the driver's library does not say."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
@@ -54,5 +54,5 @@ def _active(nvml: ctypes.CDLL, index: int) -> bool:
     device, state = ctypes.c_void_p(), ctypes.c_int()
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
         return False
-    links = range(_MOST_LINKS)
+    links = range(_MAX_LINKS)
     return any(nvml.nvmlDeviceGetNvLinkState(device, n, ctypes.byref(state)) == 0 and state.value for n in links)

@@ -1,7 +1,9 @@
 """Compressed collectives over NVLink as one kernel each, inside jax.shard_map, for one process that drives all GPUs.
 
-Values are those of the same codec's separate kernels and NCCL collectives, bit for bit: the same codes, sums in float32
-and in rank order, and in the same places the own term as it is. `obstacle` says what they cannot do.
+Values are those of the same codec's separate kernels and NCCL collectives, bit for bit: the same codes, the same
+float32 sums in rank order, the own term unquantised in the same places. `why_unsupported` says what they cannot do.
+
+Dim letters: P ranks, S elements of x, N elements of a message, R rows, C elements of a row.
 """
 
 from __future__ import annotations
@@ -12,20 +14,22 @@ import jax.numpy as jnp
 from pallas_kernels.formats import Format, Geometry, check_operands
 from pallas_kernels.mosaic import ragged
 from pallas_kernels.mosaic.encoding import largest
+from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
 from pallas_kernels.mosaic.tiling import Tiling
-from pallas_kernels.nvlink import collective, programs
-from pallas_kernels.nvlink.deal import Deal
-from pallas_kernels.nvlink.frames import Frames
-from pallas_kernels.nvlink.programs import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT
+from pallas_kernels.nvlink import collective
+from pallas_kernels.nvlink.frame_transport import FrameCodec
+from pallas_kernels.nvlink.shared_memory import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT, fit_buffers
+from pallas_kernels.nvlink.tile_schedule import TileSchedule
 
-_PROGRAMS = {"all_reduce": (TWO_SHOT, ONE_SHOT), "reduce_scatter": (REDUCE_SCATTER,), "all_gather": (ALL_GATHER,)}
+_ROLES = {"all_reduce": (TWO_SHOT, ONE_SHOT), "reduce_scatter": (REDUCE_SCATTER,), "all_gather": (ALL_GATHER,)}
 
 
 def all_reduce(fmt: Format, geometry: Geometry, x_S: jax.Array, axis: str, exponent=None):
-    """(the sum of x over the ranks of `axis`, dtype[geometry.elements]; largest block scale of all hops, float32[]).
+    """Returns (the sum of x over the ranks of `axis`, dtype[geometry.elements]; largest block scale of all hops before
+    rounding, float32[]).
 
-    The scale is the one before rounding. geometry: of P messages, each its owner's: two-shot. Of one: one-shot, the
-    exchange where there are two ranks. It covers the whole groups of 8 rows of x; what else x has is not in the result.
+    geometry: of P messages, each its owner's, for two-shot; of one for one-shot, which is the exchange of two ranks. It
+    covers the whole groups of 8 rows of x. Elements of x after those are not in the result.
     """
     ranks = jax.lax.axis_size(axis)
     if geometry.messages not in (1, ranks):
@@ -35,41 +39,43 @@ def all_reduce(fmt: Format, geometry: Geometry, x_S: jax.Array, axis: str, expon
         raise ValueError(f"{geometry} is not of the whole groups of 8 rows of x, which has {x_S.size} elements")
     check_operands(fmt, geometry, dtype=x_S.dtype)
     x_RC, tiling = ragged.rows_of(fmt, x_S), _tiling(fmt, geometry)
-    deal = Deal(tiling, ranks, axis)
-    program = TWO_SHOT if two_shot else ONE_SHOT
-    y, bits = collective.run(program, deal, x_RC, _exponent(fmt, exponent), x_RC.shape[0])
+    schedule = TileSchedule(tiling, ranks, axis)
+    roles = TWO_SHOT if two_shot else ONE_SHOT
+    y, bits = collective.run(roles, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=x_RC.shape[0])
     return y.reshape(-1), largest(bits, tiling)
 
 
 def reduce_scatter(fmt: Format, x_PN: jax.Array, axis: str, exponent=None):
-    """(row r of the sum of x [P, N] for rank r, dtype[N]; largest block scale of what was sent, float32[])."""
+    """Returns (row r of the sum of x [P, N] for rank r, dtype[N]; largest block scale that was sent, float32[])."""
     p, n = x_PN.shape
     geometry = Geometry(p * n, p, n)
     x_RC, tiling = _rows(fmt, geometry, x_PN.reshape(-1)), _tiling(fmt, geometry)
-    y, bits = collective.run(REDUCE_SCATTER, Deal(tiling, p, axis), x_RC, _exponent(fmt, exponent), tiling.rows)
+    schedule = TileSchedule(tiling, p, axis)
+    y, bits = collective.run(REDUCE_SCATTER, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=tiling.rows)
     return y.reshape(-1), largest(bits, tiling)
 
 
 def all_gather(fmt: Format, x_N: jax.Array, axis: str, exponent=None):
-    """(every rank's x, dtype[P, N]; largest block scale of what was sent, float32[]); the own one is quantised too."""
+    """Returns (every rank's x, this one's quantised too, dtype[P, N]; largest block scale that was sent, float32[])."""
     p, n = jax.lax.axis_size(axis), x_N.size
     geometry = Geometry(n, 1, n)
     x_RC, tiling = _rows(fmt, geometry, x_N), _tiling(fmt, geometry)
-    y, bits = collective.run(ALL_GATHER, Deal(tiling, p, axis), x_RC, _exponent(fmt, exponent), p * tiling.rows)
+    schedule = TileSchedule(tiling, p, axis)
+    y, bits = collective.run(ALL_GATHER, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=p * tiling.rows)
     return y.reshape(p, n), largest(bits, tiling)
 
 
 def message_bytes(fmt: Format, geometry: Geometry) -> int:
-    """Bytes of one message's frames, which is what crosses the link of it."""
+    """Returns the bytes of one message's frames, which cross the link."""
     tiling = _tiling(fmt, geometry)
-    return tiling.tiles_per_message * Frames(tiling).bytes
+    return tiling.tiles_per_message * FrameCodec(tiling).frame_bytes
 
 
 def fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
-    """Whether a kernel's shared memory suffices."""
-    row = ragged.row_elements(fmt)
-    tiling = _tiling(fmt, Geometry(64 * row, 1, 64 * row))
-    return all(programs.memory_of(program, tiling, ranks, jnp.dtype(dtype)) for program in _PROGRAMS[operation])
+    """Returns whether the shared memory of a kernel suffices."""
+    tile_elements = TILE_ROWS * ragged.row_elements(fmt)
+    tiling = _tiling(fmt, Geometry(tile_elements, 1, tile_elements))
+    return all(fit_buffers(roles, tiling, ranks, jnp.dtype(dtype)) for roles in _ROLES[operation])
 
 
 def _tiling(fmt, geometry):

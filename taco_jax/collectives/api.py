@@ -235,7 +235,7 @@ def _check_tokens(name, x, call: Call, dims: tuple[int, ...]) -> None:
 
 
 def _nothing(operation, x):
-    """Returns what the operation makes of an empty array, without a collective: XLA on CPU crashes in some (jax 0.11)."""
+    """Returns the operation's result for an empty array, without a collective: some crash XLA on CPU (jax 0.11)."""
     shape = jax.eval_shape(lambda x: apply(operation, x, None, None, None), x).shape
     invarying = operation.name == "psum" or operation.to == "invarying"
     varying = varying_axes(x).difference(axis_tuple(operation.forward.axis)) if invarying else varying_axes(x)

@@ -1,4 +1,4 @@
-"""Products whose sum over the ranks is part of the same kernel (`pallas_kernels/product`), where it can be.
+"""Products whose sum over the ranks is part of the same kernel (`pallas_kernels/matmul_all_reduce`), where it can be.
 
 | function | forward | backward |
 |---|---|---|
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import product as kernels
+from pallas_kernels import matmul_all_reduce as kernels
 from taco_jax.collectives import all_reduce, comm_log, nvlink
 from taco_jax.collectives.api import copy, psum
 from taco_jax.collectives.call import check_call
@@ -81,7 +81,7 @@ def takes(product: Product, x, w) -> bool:
     if not nvlink.takes(message, "all_reduce", jax.ShapeDtypeStruct((m * n,), x.dtype)):
         return False
     fmt = dispatch.to_format(message.codec)
-    reason = kernels.obstacle(fmt, m, x.shape[-1], n, dtype=str(x.dtype), ranks=message.ranks)
+    reason = kernels.why_unsupported(fmt, m, x.shape[-1], n, dtype=str(x.dtype), ranks=message.ranks)
     chosen = ("nvlink", "a product and its sum are one kernel") if reason is None else ("separate", reason)
     dispatch.note(message.codec, "product and sum", chosen)
     return reason is None
@@ -140,13 +140,13 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
 
     def fused(x, w, exponent):
         rows = x.reshape(-1, x.shape[-1])
-        y, measure = kernels.matmul_all_reduce(fmt, rows, w, axis, exponent, transposed=product.transposed)
+        y, measure = kernels.matmul_all_reduce(fmt, rows, w, axis, exponent=exponent, transposed=product.transposed)
         return y.reshape(*x.shape[:-1], -1), measure
 
     def separate(x, w, exponent):
         return all_reduce.start(message, product.term(x, w), exponent, None).done()
 
-    y, measure = nvlink.run(message, fused, separate, (x, w), exponent, to="invarying")
+    y, measure = nvlink.run(message, fused, separate, (x, w), exponent=exponent, to="invarying")
     in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
     in_two_hops.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
     return y, measure

@@ -44,7 +44,7 @@ def takes(message: Message, operation: str, x: jax.Array) -> bool:
     """
     if message.link == "nccl" or (message.link == "auto" and operation not in kernels.OPERATIONS):
         return False
-    reason = obstacle(message, operation, x)
+    reason = why_unsupported(message, operation, x)
     if reason is None:
         found = "one kernel over NVLink writes into peers' memory" if message.link == "auto" else "nvlink was asked for"
     dispatch.note(message.codec, operation, ("nccl", reason) if reason else ("nvlink", found))
@@ -55,10 +55,13 @@ def takes(message: Message, operation: str, x: jax.Array) -> bool:
     return reason is None
 
 
-def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
-    """Why not, None where it goes; all but the order of the mesh's devices, which is known when it is lowered."""
+def why_unsupported(message: Message, operation: str, x: jax.Array) -> str | None:
+    """Returns why a message takes NCCL, None where it takes NVLink.
+
+    The order of the mesh's devices is not asked for: it is known when the program is lowered.
+    """
     device = region_device()
-    if (reason := kernels.device_obstacle(device)) is not None:
+    if (reason := kernels.why_device_unsupported(device)) is not None:
         return reason
     if message.backend not in ("auto", "mosaic"):
         return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
@@ -75,7 +78,7 @@ def obstacle(message: Message, operation: str, x: jax.Array) -> str | None:
     sizes = {"all_reduce": _geometry(message, _whole(message, x.size)).per_message, "all_gather": x.size}
     n = sizes.get(operation, x.size // message.ranks)
     fmt = dispatch.to_format(message.codec)
-    return kernels.obstacle(fmt, operation, str(x.dtype), message.ranks, n)
+    return kernels.why_unsupported(fmt, operation, str(x.dtype), message.ranks, per_message=n)
 
 
 def start(message: Message, x: jax.Array, exponent, key) -> AsyncCollective:
@@ -91,7 +94,7 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     geometry = _geometry(message, whole)
 
     def fused(x_S, exponent):
-        y, measure = kernels.all_reduce(dispatch.to_format(codec), geometry, x_S, axis, exponent)
+        y, measure = kernels.all_reduce(dispatch.to_format(codec), geometry, x_S, axis, exponent=exponent)
         if whole < x.size:
             tail = lax.psum(x_S[whole:].astype(jnp.float32), axis).astype(x.dtype)
             y = jnp.concatenate([as_varying(y, varying_axes(tail)), tail])
@@ -100,8 +103,8 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     def separate(x_S, exponent):
         return all_reduce.start(message, x_S, exponent, key).done()
 
-    y, measure = run(message, fused, separate, (x_S,), exponent, to="invarying")
-    _record(message, "psum", x, geometry, 1 if message.in_one_shot else 2)
+    y, measure = run(message, fused, separate, (x_S,), exponent=exponent, to="invarying")
+    _record(message, "psum", x, geometry, hops=1 if message.in_one_shot else 2)
     if whole < x.size:
         label, n = message.label, x.size - whole
         exact = {"kind": "other", "calls": label.calls}
@@ -125,8 +128,8 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     p, n = x_PN.shape
     fused = lambda x, exponent: kernels.reduce_scatter(dispatch.to_format(message.codec), x, axis, exponent)
     separate = lambda x, exponent: all_reduce.reduce_scatter(message, x, exponent, key)
-    y, measure = run(message, fused, separate, (to_varying(x_PN, axis),), exponent, to="varying")
-    _record(message, "psum_scatter", x_PN, dispatch.Geometry(p * n, p, n), 1)
+    y, measure = run(message, fused, separate, (to_varying(x_PN, axis),), exponent=exponent, to="varying")
+    _record(message, "psum_scatter", x_PN, dispatch.Geometry(p * n, p, n), hops=1)
     return y, measure
 
 
@@ -138,13 +141,13 @@ def all_gather(message: Message, x: jax.Array, exponent, key, to: str, separate)
         y_PN, measure = kernels.all_gather(dispatch.to_format(message.codec), x.reshape(-1), axis, exponent)
         return y_PN.reshape(-1, *x.shape), measure
 
-    y, measure = run(message, fused, separate, (to_varying(x, axis),), exponent, to=to)
+    y, measure = run(message, fused, separate, (to_varying(x, axis),), exponent=exponent, to=to)
     whole = jax.ShapeDtypeStruct((message.ranks * x.size,), x.dtype)
-    _record(message, "all_gather", whole, dispatch.Geometry(x.size, 1, x.size), 1)
+    _record(message, "all_gather", whole, dispatch.Geometry(x.size, 1, x.size), hops=1)
     return y, measure
 
 
-def run(message: Message, fused: Callable, separate: Callable, operands, exponent, to: str) -> list[jax.Array]:
+def run(message: Message, fused: Callable, separate: Callable, operands, *, exponent, to: str) -> list[jax.Array]:
     """(result, measure) of fused(*operands, exponent) or of separate, where the mesh is in no order for peer memory; a
     kernel's results come typed as if they were the same on every device."""
     inputs = [*operands] if exponent is None else [*operands, jnp.asarray(exponent, jnp.int32)]

@@ -244,7 +244,7 @@ def in_one_kernel(device, link: str) -> bool:
     """Returns whether collectives on such devices may be one kernel over NVLink, as far as the devices decide that."""
     if link == "nccl" or hardware.missing(device.device_kind) is not None:
         return False
-    return nvlink.device_obstacle(device) is None
+    return nvlink.why_device_unsupported(device) is None
 
 
 def hierarchical_min_bytes(device=None) -> int:

@@ -107,7 +107,7 @@ def known_mesh(dense: Dense):
 
 
 def can_place(mesh) -> bool:
-    """Returns whether Flax can shard a new parameter at once: not without a mesh, in a region, or on mixed axis types."""
+    """Returns whether Flax can shard a new parameter at once: not without a mesh, in a region or on mixed axes."""
     return mesh is not None and len(set(mesh.axis_types)) == 1 and AxisType.Manual not in mesh.axis_types
 
 

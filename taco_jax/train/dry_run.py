@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import OPERATIONS
-from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
+from pallas_kernels.nvlink.support import OPERATIONS as LINK_OPERATIONS
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
@@ -182,7 +182,7 @@ def _pipeline_text(program: step_lib.Program) -> str:
 
 
 def _hosts_text(program: step_lib.Program) -> list[str]:
-    """Returns whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
+    """Returns whether sums over tp go in levels, and why; nothing where tp is on one host and none were asked for."""
     tp, local, c = program.config.mesh.tp, program.ranks_per_host, program.config.compression
     if tp == 1 or (local == tp and c.algorithm != "hierarchical"):
         return []

@@ -78,7 +78,7 @@ def check(kind, codec, dtype, n, ranks, capfd):
     case = kind, codec, dtype, n, ranks
     if case not in COMPILED:
         operation = "all_reduce" if kind in ("two_shot", "one_shot") else kind
-        assert nvlink.obstacle(to_format(CODECS[codec]), operation, dtype, ranks, n) is None
+        assert nvlink.why_unsupported(to_format(CODECS[codec]), operation, dtype, ranks, per_message=n) is None
         run, size = program(kind, codec, n, ranks)
         capfd.readouterr()
         compiled = compile_on_mesh(run, shape(size, dtype=dtype), tp=ranks)

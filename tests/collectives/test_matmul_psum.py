@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from pallas_kernels import compat
-from pallas_kernels import product as kernels
+from pallas_kernels import matmul_all_reduce as kernels
 from taco_jax.collectives import comm_log, matmul_psum, nvlink
 from taco_jax.compression import dispatch
 from taco_jax.compression.compression import Compression
@@ -33,12 +33,12 @@ def stand_in(fmt, x, w, axis, exponent=None, *, transposed=False):
 @pytest.fixture
 def over_nvlink(monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(nvlink, "obstacle", lambda *_: None)
+    monkeypatch.setattr(nvlink, "why_unsupported", lambda *_: None)
     monkeypatch.setattr(kernels, "matmul_all_reduce", stand_in, raising=False)
-    obstacle = kernels.obstacle
+    real = kernels.why_unsupported
     # On a CPU float32 shows more.
-    as_bf16 = lambda *a, dtype, ranks: obstacle(*a, dtype=dtype.replace("float32", "bfloat16"), ranks=ranks)
-    monkeypatch.setattr(kernels, "obstacle", as_bf16)
+    as_bf16 = lambda *a, dtype, ranks: real(*a, dtype=dtype.replace("float32", "bfloat16"), ranks=ranks)
+    monkeypatch.setattr(kernels, "why_unsupported", as_bf16)
 
 
 def mlp(compression, x, w_up, w_down, scales=None):

@@ -18,7 +18,7 @@ from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from pallas_kernels.nvlink import hardware, programs
+from pallas_kernels.nvlink import hardware, shared_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -153,13 +153,13 @@ def test_a_thousand_calls_with_a_busy_rank(mesh):
     assert (np.asarray(different) == 0).all()
 
 
-@pytest.mark.parametrize("memory", range(len(programs.MEMORIES)))
+@pytest.mark.parametrize("fewer", range(len(shared_memory.BUFFER_COUNTS)))
 @pytest.mark.parametrize("kind", ["two_shot", "one_shot", "psum_scatter", "all_gather"])
-def test_every_way_to_use_shared_memory(kind, memory, mesh, monkeypatch):
+def test_every_way_to_use_shared_memory(kind, fewer, mesh, monkeypatch):
     """Many steps in little memory, which only wide values and many ranks need."""
     x = gaussian(mesh, SIZES[2] * (1 if kind in ("all_gather", "one_shot") else mesh.size))
     theirs = bits(on_every_rank(operation(kind, "int6h", "nccl"), mesh)(x))
-    monkeypatch.setattr(programs, "MEMORIES", programs.MEMORIES[memory:])
+    monkeypatch.setattr(shared_memory, "BUFFER_COUNTS", shared_memory.BUFFER_COUNTS[fewer:])
     ours = bits(on_every_rank(operation(kind, "int6h", "nvlink"), mesh)(x))
     assert (ours != theirs).mean() <= 1e-4
 

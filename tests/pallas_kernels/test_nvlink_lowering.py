@@ -30,7 +30,7 @@ def run(kind, name, x_S, axis="tp"):
     if kind == "two_shot":
         return nvlink.all_reduce(fmt, Geometry(size, ranks, size // ranks), x_S, "tp")
     if kind == "one_shot":
-        return nvlink.all_reduce(fmt, Geometry(size, 1, size), x_S, "tp", jnp.int32(-3))
+        return nvlink.all_reduce(fmt, Geometry(size, 1, size), x_S, "tp", exponent=jnp.int32(-3))
     if kind == "reduce_scatter":
         return nvlink.reduce_scatter(fmt, x_S.reshape(ranks, -1), "tp")
     return nvlink.all_gather(fmt, x_S, "tp")
@@ -64,7 +64,7 @@ def test_one_kernel(case):
     kind, name, dtype, mesh, tiles = case
     axes, dims = tuple(mesh.split()), MESHES[mesh]
     ranks = dims[axes.index("tp")]
-    text = lowered(functools.partial(run, kind, name), axes, dims, (ranks * tiles * TILE,), dtype)
+    text = lowered(functools.partial(run, kind, name), axes, dims, shape=(ranks * tiles * TILE,), dtype=dtype)
     assert text.count("custom_call @mosaic_gpu") == 1
     assert not any(f"stablehlo.{name}" in text for name in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"))
 
@@ -84,7 +84,7 @@ def test_one_kernel(case):
 )
 def test_messages_that_kernels_would_read_wrongly_are_refused(f, message):
     with pytest.raises(ValueError, match=message):
-        lowered(f, ("tp",), (2,), (8 * TILE,), "bfloat16")
+        lowered(f, ("tp",), (2,), shape=(8 * TILE,), dtype="bfloat16")
 
 
 FMT = to_format(CODECS["taco"])

@@ -49,8 +49,8 @@ def long_calls() -> list[str]:
     return found
 
 
-def test_at_most_10_calls_have_more_than_5_positional_arguments():
-    assert len(long_calls()) <= 10, "\n".join(long_calls())
+def test_at_most_9_calls_have_more_than_5_positional_arguments():
+    assert len(long_calls()) <= 9, "\n".join(long_calls())
 
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all", "ppermute"])
@@ -101,18 +101,12 @@ SHORT = {
     },
     "pallas_kernels": {
         "devices.py": TO_MERGE,
+        "matmul_all_reduce/support.py": "answers without a GPU, as every package's support.py",
+        "nvlink/hardware.py": "asks the driver, imports nothing of ours",
         "mosaic/copies.py": TO_MERGE,
         "mosaic/fp4.py": TO_MERGE,
         "mosaic/obstacles.py": TO_MERGE,
         "mosaic/packing.py": TO_MERGE,
-        "nvlink/hardware.py": TO_MERGE,
-        "product/halves.py": TO_MERGE,
-        "product/lines.py": TO_MERGE,
-        "product/obstacles.py": TO_MERGE,
-        "product/operations.py": TO_MERGE,
-        "product/registers.py": TO_MERGE,
-        "product/sizes.py": TO_MERGE,
-        "product/unvaried.py": TO_MERGE,
         "triton/obstacles.py": TO_MERGE,
     },
 }

@@ -41,7 +41,7 @@ class Limits:
 
 
 def room_for(requests: int) -> int:
-    """Returns how many connections to allow so that as many requests can be under way; raises the limit of open files."""
+    """Returns how many connections to allow for as many requests under way; raises the limit of open files."""
     wanted = requests + SPARE
     files = wanted + BACKLOG + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -9,7 +9,7 @@ from aot.instructions import collectives, kernels
 from aot.topology import FITTED, compile_on_mesh, spills
 from jax import lax
 
-from pallas_kernels import compat, product
+from pallas_kernels import compat, matmul_all_reduce
 from taco_jax import CODECS
 from taco_jax.collectives import to_varying
 from taco_jax.compression.compression import Compression
@@ -28,7 +28,10 @@ def check(name, ranks, transposed, capfd):
     fmt = to_format(CODECS[name])
 
     def run(x, w):
-        return to_varying(product.matmul_all_reduce(fmt, x, w, "tp", jnp.int32(-3), transposed=transposed)[0], ("tp",))
+        return to_varying(
+            matmul_all_reduce.matmul_all_reduce(fmt, x, w, "tp", exponent=jnp.int32(-3), transposed=transposed)[0],
+            ("tp",),
+        )
 
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
     capfd.readouterr()
@@ -48,7 +51,7 @@ def test_in_the_forms_that_models_use(name, ranks, transposed, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset(name, capfd):
-    for ranks, transposed in itertools.product(product.RANKS, (False, True)):
+    for ranks, transposed in itertools.product(matmul_all_reduce.RANKS, (False, True)):
         check(name, ranks, transposed, capfd)
 
 

@@ -1,15 +1,17 @@
-"""What products with their all-reduce cannot do. Importable, and answered, without a GPU."""
+"""The tiles of a matmul with its all-reduce, and what the kernel supports. Importable without Mosaic or a GPU."""
 
 from __future__ import annotations
 
 from pallas_kernels.formats import Format
-from pallas_kernels.product.sizes import FRAMES, TILE_K, TILE_M, TILE_N
 
-RANKS = (2, FRAMES)
+# Rows, columns and inner dimension of a tile, in elements. A tile's rows are frames of 64 rows.
+TILE_M, TILE_N, TILE_K = 256, 128, 64
+FRAMES_PER_TILE = 4
+RANKS = (2, FRAMES_PER_TILE)
 
 
-def obstacle(fmt: Format, m: int, k: int, n: int, dtype: str, ranks: int) -> str | None:
-    """Why [m, k] @ [k, n] over so many GPUs cannot run, None where it can."""
+def why_unsupported(fmt: Format, m: int, k: int, n: int, *, dtype: str, ranks: int) -> str | None:
+    """Returns why [m, k] @ [k, n] over so many GPUs cannot run, None where it can."""
     from pallas_kernels import compat  # imports Mosaic
 
     if not compat.WARPS_KNOW_THE_MESH:
@@ -28,4 +30,4 @@ def obstacle(fmt: Format, m: int, k: int, n: int, dtype: str, ranks: int) -> str
     return None
 
 
-__all__ = ["RANKS", "obstacle"]
+__all__ = ["FRAMES_PER_TILE", "RANKS", "TILE_K", "TILE_M", "TILE_N", "why_unsupported"]

@@ -1,4 +1,4 @@
-"""What the NVLink kernels cannot do: one clear line for each, without a GPU."""
+"""What the NVLink kernels do not support: one clear line for each, without a GPU."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ import pytest
 from mosaic_programs import DTYPES, PRESETS
 
 from pallas_kernels import Format, compat, nvlink
-from pallas_kernels.nvlink.obstacles import RANKS
+from pallas_kernels.nvlink.support import RANKS
 from taco_jax import CODECS
 from taco_jax.compression.dispatch import to_format
 
@@ -22,8 +22,8 @@ def jax_0_11(monkeypatch):
     monkeypatch.setattr(compat, "WARPS_KNOW_THE_MESH", True)
 
 
-def obstacle(fmt=TACO, operation="all_reduce", dtype="bfloat16", ranks=4, per_message=None):
-    return nvlink.obstacle(fmt, operation, dtype, ranks, per_message)
+def why_unsupported(fmt=TACO, operation="all_reduce", dtype="bfloat16", ranks=4, per_message=None):
+    return nvlink.why_unsupported(fmt, operation, dtype, ranks, per_message=per_message)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def obstacle(fmt=TACO, operation="all_reduce", dtype="bfloat16", ranks=4, per_me
     ],
 )
 def test_what_has_no_kernel(asked, reason):
-    found = obstacle(**asked)
+    found = why_unsupported(**asked)
     assert found.startswith(reason) and "\n" not in found
 
 
 def test_an_old_jax(monkeypatch):
     monkeypatch.setattr(compat, "WARPS_KNOW_THE_MESH", False)
-    assert obstacle() == f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}"
+    assert why_unsupported() == f"NVLink kernels need jax 0.11 or newer, and this is {jax.__version__}"
 
 
 @pytest.mark.parametrize("operation", nvlink.OPERATIONS)
@@ -61,10 +61,10 @@ def test_messages_are_tiles_or_more_in_whole_groups_of_rows(operation, block):
     fmt = dataclasses.replace(TACO, block=block, rotation="none")
     group = 8 * max(128, block)
     for n in (8 * group, 9 * group, 8 * group * 1000 + 3 * group):
-        assert obstacle(fmt, operation, per_message=n) is None
+        assert why_unsupported(fmt, operation, per_message=n) is None
     for n in (1, group, 7 * group, 8 * group + 1, 9 * group - 8, 8 * group * 1000 + group // 2):
         line = f"a message of {n} elements is not whole groups of 8 rows of {group // 8}, or under {8 * group}"
-        assert obstacle(fmt, operation, per_message=n) == line
+        assert why_unsupported(fmt, operation, per_message=n) == line
 
 
 # (codec, dtype, ranks, operation) whose kernels have too little shared memory: of the presets none.
@@ -73,7 +73,7 @@ UNFIT = set()
 
 def test_every_preset_fits():
     cases = itertools.product(PRESETS, DTYPES, RANKS, nvlink.OPERATIONS)
-    found = {case: obstacle(to_format(CODECS[case[0]]), case[3], case[1], case[2]) for case in cases}
+    found = {case: why_unsupported(to_format(CODECS[case[0]]), case[3], case[1], case[2]) for case in cases}
     assert len(found) == 12 * 3 * 3 * 3
     assert {case for case, reason in found.items() if reason} == UNFIT, {c: r for c, r in found.items() if r}
 
@@ -83,5 +83,5 @@ def test_too_little_shared_memory(operation):
     # Of blocks of 256, frames, tiles and matrices are twice as large and more; only sums keep frames of all ranks.
     fmt = Format("int8", 256, "hadamard", "bfloat16")
     line = f"{operation} of blocks of 256 of bfloat16 over 8 ranks needs too much shared memory"
-    assert obstacle(fmt, operation, ranks=8) == line
-    assert obstacle(fmt, "all_gather", ranks=8) is None
+    assert why_unsupported(fmt, operation, ranks=8) == line
+    assert why_unsupported(fmt, "all_gather", ranks=8) is None

@@ -1,4 +1,4 @@
-"""What the NVLink kernels cannot do. Importable, and answered, without a GPU."""
+"""What the NVLink kernels support. Importable, and answered, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 RANKS = (2, 4, 8)
 
 
-def device_obstacle(device) -> str | None:
-    """Why no NVLink kernel can run on `device`, whatever the link may be (`hardware.missing`); None where they can."""
+def why_device_unsupported(device) -> str | None:
+    """Returns why no NVLink kernel runs on `device`, whatever the link is (`hardware.missing`); None where they do."""
     if device.platform not in ("gpu", "cuda"):
         return f"platform {device.platform!r} has no NVLink kernels"
     if compute_capability(device) is None or compute_capability(device)[0] != 9:
@@ -26,8 +26,8 @@ def device_obstacle(device) -> str | None:
     return _too_old()
 
 
-def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: int | None = None) -> str | None:
-    """Why `operation` cannot run over `ranks` GPUs, None where it can.
+def why_unsupported(fmt: Format, operation: str, dtype: str, ranks: int, per_message: int | None = None) -> str | None:
+    """Returns why `operation` cannot run over `ranks` GPUs, None where it can.
 
     per_message: elements of one rank's message (all_reduce: of its share, or with two ranks of x).
     """
@@ -67,4 +67,4 @@ def _fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
     return operations.fits(fmt, operation, dtype, ranks)
 
 
-__all__ = ["OPERATIONS", "RANKS", "device_obstacle", "obstacle"]
+__all__ = ["OPERATIONS", "RANKS", "why_device_unsupported", "why_unsupported"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from product_model import check, model, operands
+from matmul_all_reduce_model import check, model, operands
 
-from pallas_kernels import compat, product
+from pallas_kernels import compat, matmul_all_reduce
 from taco_jax import CODECS
 from taco_jax.collectives import to_varying
 from taco_jax.compression.dispatch import to_format
@@ -33,31 +33,33 @@ FMT = to_format(CODECS["taco"])
         ({"fmt": to_format(CODECS["e4m3"])}, "rotates blocks of 128"),
     ],
 )
-def test_obstacles(changed, said):
+def test_what_is_unsupported(changed, said):
     given = {"fmt": FMT, "m": 16384, "k": 1152, "n": 3584, "dtype": "bfloat16", "ranks": 4}
-    assert product.obstacle(**given) is None
-    assert said in product.obstacle(**(given | changed))
+    assert matmul_all_reduce.why_unsupported(**given) is None
+    assert said in matmul_all_reduce.why_unsupported(**(given | changed))
 
 
-def test_old_jax_is_an_obstacle(monkeypatch):
+def test_old_jax_is_unsupported(monkeypatch):
     monkeypatch.setattr(compat, "WARPS_KNOW_THE_MESH", False)
-    assert "jax 0.11" in product.obstacle(FMT, 256, 64, 128, "bfloat16", 4)
+    assert "jax 0.11" in matmul_all_reduce.why_unsupported(FMT, 256, 64, 128, dtype="bfloat16", ranks=4)
 
 
 @needs_new_jax
 def test_operands_without_a_product_raise():
     x, w = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="have no product"):
-        product.played(FMT, x, w, 4)
+        matmul_all_reduce.matmul_all_reduce_loopback(FMT, x, w, 4)
     with pytest.raises(ValueError, match="multiples of 128"):
-        product.played(FMT, x, jnp.ones((64, 100), jnp.bfloat16), 4)
+        matmul_all_reduce.matmul_all_reduce_loopback(FMT, x, jnp.ones((64, 100), jnp.bfloat16), 4)
 
 
 @needs_new_jax
 @pytest.mark.parametrize("dims,transposed", [((4, 2), False), ((2, 4), True)])
 def test_one_kernel_on_meshes_of_two_axes(dims, transposed):
     mesh = jax.make_mesh(dims, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    run = functools.partial(product.matmul_all_reduce, FMT, axis="tp", exponent=jnp.int32(-3), transposed=transposed)
+    run = functools.partial(
+        matmul_all_reduce.matmul_all_reduce, FMT, axis="tp", exponent=jnp.int32(-3), transposed=transposed
+    )
     own = lambda x, w: to_varying(run(x[0], w[0])[0], ("dp", "tp"))[None]
     f = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P(("dp", "tp"))))
     x = jax.ShapeDtypeStruct((8, 512, 192), jnp.bfloat16)
