@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic.obstacles import SHARED_BYTES
+from pallas_kernels.mosaic.support import SHARED_BYTES
 from pallas_kernels.mosaic.tickets import Tickets, barrier
 from pallas_kernels.mosaic.tiling import Tiling
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.devices import compute_capability, describe
+from pallas_kernels.dispatch import compute_capability, describe
 from pallas_kernels.formats import Format
-from pallas_kernels.mosaic import obstacles as mosaic
+from pallas_kernels.mosaic import support as mosaic
 from pallas_kernels.nvlink import hardware
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
@@ -38,7 +38,7 @@ def obstacle(fmt: Format, operation: str, dtype: str, ranks: int, per_message: i
     if ranks not in RANKS:
         return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
     for name in ("encode", "decode"):
-        if (reason := mosaic.obstacle(fmt, name, dtype)) is not None:
+        if (reason := mosaic.why_unsupported(fmt, name, dtype)) is not None:
             return reason
     if fmt.scale == "site":
         return "nvlink kernels have no scale 'site'"

@@ -9,7 +9,7 @@ import itertools
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
 from covers import cover
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle, operation_program
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, operation_program, why_unsupported
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
@@ -57,7 +57,7 @@ def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, ca
     fmt = Format(element, block, rotation, scale)
     if scale == "site" and fmt.nan is None:
         fmt = dataclasses.replace(fmt, scale="e8m0")
-    if obstacle(fmt, operation, dtype, n, ranks) is None:
+    if why_unsupported(fmt, operation, dtype, n, ranks) is None:
         check(fmt, operation, dtype, n, ranks, capfd=capfd, most=MORE_BYTES)
 
 

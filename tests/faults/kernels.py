@@ -25,10 +25,10 @@ MUTANTS = (
     Mutant(
         "ampere-mosaic",
         "Ampere gets Hopper's kernels",
-        "pallas_kernels/selection.py",
+        "pallas_kernels/dispatch.py",
         "if capability[0] == 9:",
         "if capability[0] in (8, 9):",
-        ("tests/pallas_kernels/test_selection.py",),
+        ("tests/pallas_kernels/test_dispatch.py",),
     ),
     Mutant(
         "triton-unpack",

@@ -8,8 +8,8 @@ from codec_programs import PRESETS as FIXED
 from covers import cover
 
 from pallas_kernels import formats
+from pallas_kernels.dispatch import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
 from pallas_kernels.formats import Format, packing_parts
-from pallas_kernels.selection import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
 from taco_jax import CODECS, Codec
 from taco_jax.codec import block_scale, hadamard, tah, wire
 from taco_jax.codec.elements import ELEMENTS

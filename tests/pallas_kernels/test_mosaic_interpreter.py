@@ -151,7 +151,7 @@ def codec_of(element, block, rotation, scale, rounding) -> Codec:
 
 def run_fields(element, block, rotation, scale, rounding, dtype, operation, geometry="tile and a part"):
     codec = codec_of(element, block, rotation, scale, rounding)
-    if mosaic.obstacle(dispatch.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
+    if mosaic.why_unsupported(dispatch.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
         codec = dataclasses.replace(codec, block=128)
     if geometry == "tile and a part":
         geometry = Geometry(2 * 72 * 256, 2, 72 * 256)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from mosaic_checks import skip_without_mosaic
-from mosaic_programs import PRESETS, obstacle, operation_program
+from mosaic_programs import PRESETS, operation_program, why_unsupported
 
 from pallas_kernels import compat
 from pallas_kernels.mosaic import pipeline
@@ -57,7 +57,7 @@ def check(fmt, operation, dtype, monkeypatch):
     messages = 2 if operation == "reduce_encode" else 4
     row = max(128, fmt.block)
     n = (TILES if messages == 2 else TILES // 4) * 64 * row - 24 * row
-    if obstacle(fmt, operation, dtype, n, messages):
+    if why_unsupported(fmt, operation, dtype, n, messages):
         pytest.skip("not a kernel")
     arguments = inputs(fmt, n, messages, dtype, monkeypatch)
     dealt = program(fmt, operation, dtype, n, messages, monkeypatch, 1 << 30)

@@ -57,8 +57,8 @@ def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages:
     return run, shapes
 
 
-def obstacle(fmt: Format, operation: str, dtype: str, n: int, messages: int) -> str | None:
+def why_unsupported(fmt: Format, operation: str, dtype: str, n: int, messages: int) -> str | None:
     """Why the kernels cannot do it; a sum of wires asks what a reduction asks, as `taco_jax.compression.dispatch`
     does."""
     kind = operation if operation in ("encode", "decode") else "reduce"
-    return mosaic.obstacle(fmt, kind, dtype, Geometry(n * messages, messages, n))
+    return mosaic.why_unsupported(fmt, kind, dtype, Geometry(n * messages, messages, n))

@@ -2,18 +2,23 @@
 
 NVIDIA GPUs of compute capability 9.0 (Hopper) take mosaic kernels, and triton's where mosaic has none for the codec;
 8.0 to 8.9 and 10.0 and newer take triton kernels (the matrix instructions of the mosaic kernels are Hopper's alone);
-everything else the jnp reference. Each kernel package says by itself what it cannot do
-(`obstacle`), without a GPU and without its compiler.
+everything else the jnp reference. Each kernel package answers `why_unsupported` by itself, without a GPU and without
+its compiler.
+
+A `jax.Device` reports its compute capability. An abstract device (of a mesh that a function is traced for, with or
+without that hardware in the machine) has only its name, so names of GPUs are listed here.
 """
 
 import difflib
 import importlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pallas_kernels.devices import compute_capability, describe
+import jax
+
 from pallas_kernels.formats import CODEC_BLOCKS, ELEMENTS, ROTATIONS, ROUNDINGS, SCALE_BYTES, Format, Geometry
 
 BACKENDS = ("jnp", "mosaic", "triton")
@@ -40,6 +45,22 @@ PAPER = "codec 'taco_paper' is the paper to the letter, kept as a reference: it 
 SCALES_ONLY_IN_JNP = {"paper": PAPER} | {
     name: f"scale {name} has no kernel: kernels have scales of whole bytes" for name in ("e5m0", "e4m0")
 }
+
+# The first pattern that is in the name counts, so longer names come first.
+_DEVICE_NAMES = (
+    (r"\bT4\b|RTX 20\d\d|Quadro RTX", (7, 5)),
+    (r"GB10\b", (12, 1)),
+    (r"GB300|B300", (10, 3)),
+    (r"GB200|B200|B100", (10, 0)),
+    (r"GH200|H[128]00|H20Z?\b", (9, 0)),
+    (r"RTX PRO \d+ Blackwell|RTX 50\d\d", (12, 0)),
+    (r"\bThor\b", (11, 0)),  # 10.1 before CUDA 13
+    (r"\bOrin\b", (8, 7)),
+    (r"RTX \d+ Ada|RTX 40\d\d|\bL(4|20|40S?)\b", (8, 9)),
+    (r"RTX A\d+|RTX 30\d\d|\bA(2|10G?|16|40)\b|\bA6000\b", (8, 6)),
+    (r"\bA(30X?|100X?|800)\b", (8, 0)),
+    (r"\bV100\b|Titan V", (7, 0)),
+)
 
 
 class KernelUnavailableError(RuntimeError):
@@ -104,21 +125,21 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
         return "jnp", "jnp was asked for"
     candidates, reason = _candidates(device)
     if force is not None:
-        obstacle = _obstacle(force, spec) if force in candidates else _unfit(candidates, reason)
-        if obstacle is not None:
+        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(candidates, reason)
+        if unsupported is not None:
             raise KernelUnavailableError(
                 f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {describe(device)}: "
-                f"{obstacle}; use backend 'auto' or 'jnp'"
+                f"{unsupported}; use backend 'auto' or 'jnp'"
             )
         return force, f"{force} was asked for"
-    obstacles = []
+    reasons = []
     for name in candidates:
-        obstacle = _obstacle(name, spec)
-        if obstacle is None:
-            return name, "; ".join([reason.format(name), *obstacles])
-        if obstacle not in obstacles:
-            obstacles.append(obstacle)
-    return "jnp", "; ".join(obstacles) or f"{reason}: the jnp reference runs"
+        unsupported = _why_unsupported(name, spec)
+        if unsupported is None:
+            return name, "; ".join([reason.format(name), *reasons])
+        if unsupported not in reasons:
+            reasons.append(unsupported)
+    return "jnp", "; ".join(reasons) or f"{reason}: the jnp reference runs"
 
 
 def load(name: str) -> ModuleType:
@@ -149,7 +170,7 @@ def _unfit(candidates: tuple[str, ...], reason: str) -> str:
     return f"mosaic kernels need compute capability 9.0; {candidates[0]} would do" if candidates else reason
 
 
-def _obstacle(backend: str, spec: KernelSpec) -> str | None:
+def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
     """Why `backend` cannot run `spec` on the devices that it is for; None if it can."""
     if spec.element == "none":
         return NOTHING_TO_ENCODE
@@ -164,9 +185,9 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
     if package is None or package.origin is None:  # no folder, or one that is no package
         return f"{backend} kernels are not built yet"
     if backend == "triton":
-        return _triton_missing() or load(backend).obstacle(spec.format, spec.operation, spec.dtype)
+        return _triton_missing() or load(backend).why_unsupported(spec.format, spec.operation, spec.dtype)
     where = spec.elements if spec.geometry is None else spec.geometry
-    return load(backend).obstacle(spec.format, spec.operation, spec.dtype, where)
+    return load(backend).why_unsupported(spec.format, spec.operation, spec.dtype, where)
 
 
 def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> str | None:
@@ -178,8 +199,6 @@ def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> 
 
 def _triton_missing() -> str | None:
     """What the environment lacks for jax-triton, whose releases trail those of jax."""
-    import jax
-
     if jax.__version_info__ >= (0, 12):
         return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
     for module, package in (("jax_triton", "jax-triton"), ("triton", "triton")):
@@ -191,3 +210,34 @@ def _triton_missing() -> str | None:
 def _did_you_mean(name: Any, valid: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(str(name), valid, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(valid)
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """(major, minor) of an NVIDIA GPU; None for others (AMD reports a name such as gfx942) and for unknown names."""
+    reported = getattr(device, "compute_capability", None)
+    if reported is None:
+        name = str(getattr(device, "device_kind", ""))
+        return next((found for pattern, found in _DEVICE_NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(reported))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def describe(device: Any) -> str:
+    """The device's name, with its compute capability where it has one."""
+    kind = getattr(device, "device_kind", device.platform)
+    capability = compute_capability(device)
+    return f"{kind} (compute capability {capability[0]}.{capability[1]})" if capability else str(kind)
+
+
+def region_device():
+    """The device that is traced for: that of the region's mesh, or the first one where there is none.
+
+    A mesh knows its devices by kind only (an abstract device), which may be another machine's; where this machine has
+    one of that kind it is returned, because it says more.
+    """
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    devices = jax.local_devices()
+    if abstract is None:
+        return devices[0]
+    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
+    return same[0] if same else abstract

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels cannot do. Importable, and answered, without a GPU."""
+"""Says what the Mosaic kernels cannot do. Importable, and answered, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = 64
 SHARED_BYTES = 232448 - 4096
 
 
-def obstacle(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
+def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
     """Why `operation` (encode, reduce, decode) cannot run; None where it can. `geometry`: or a count of elements."""
     if fmt.element not in ELEMENTS or fmt.scale not in SCALE_BYTES:
         return f"mosaic has no element {fmt.element!r} with scale {fmt.scale!r}"
