@@ -104,7 +104,7 @@ class KernelSpec:
 
 
 def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[str, str]:
-    """The backend that runs `spec` on `device`, and the reason in one sentence.
+    """Returns the backend that runs `spec` on `device`, and the reason in one sentence.
 
     Args:
         spec: the operation.
@@ -143,14 +143,14 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
 
 
 def load(name: str) -> ModuleType:
-    """The kernel package of a backend, "mosaic" or "triton", imported when it is first asked for."""
+    """Imports the kernel package of a backend, "mosaic" or "triton"."""
     if name not in BACKENDS[1:]:
         raise ValueError(f"backend {name!r} has no kernels; {_did_you_mean(name, BACKENDS[1:])}")
     return importlib.import_module(f"pallas_kernels.{name}")
 
 
 def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
-    """The kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
+    """Returns the kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
     if device.platform == "cpu":
         return (), "CPU has no kernels"
     if device.platform not in ("gpu", "cuda"):
@@ -166,12 +166,12 @@ def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
 
 
 def _unfit(candidates: tuple[str, ...], reason: str) -> str:
-    """Why a device does not take a backend's kernels at all."""
+    """Returns why a device does not take a backend's kernels at all."""
     return f"mosaic kernels need compute capability 9.0; {candidates[0]} would do" if candidates else reason
 
 
 def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
-    """Why `backend` cannot run `spec` on the devices that it is for; None if it can."""
+    """Returns why `backend` cannot run `spec` on the devices that it is for; None if it can."""
     if spec.element == "none":
         return NOTHING_TO_ENCODE
     reason = only_in_jnp(spec.codec_name, spec.element, spec.block, spec.scale)
@@ -191,14 +191,14 @@ def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
 
 
 def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> str | None:
-    """Why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
+    """Returns why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
     if scale in SCALES_ONLY_IN_JNP:
         return SCALES_ONLY_IN_JNP[scale]
     return TOKENS.format(codec_name) if block == TOKEN else ONLY_IN_JNP.get(element)
 
 
 def _triton_missing() -> str | None:
-    """What the environment lacks for jax-triton, whose releases trail those of jax."""
+    """Returns what the environment lacks for jax-triton, whose releases trail those of jax."""
     if jax.__version_info__ >= (0, 12):
         return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
     for module, package in (("jax_triton", "jax-triton"), ("triton", "triton")):
@@ -213,7 +213,7 @@ def _did_you_mean(name: Any, valid: tuple[str, ...]) -> str:
 
 
 def compute_capability(device: Any) -> tuple[int, int] | None:
-    """(major, minor) of an NVIDIA GPU; None for others (AMD reports a name such as gfx942) and for unknown names."""
+    """Returns (major, minor) of an NVIDIA GPU; None for others (AMD reports names such as gfx942) and unknown names."""
     reported = getattr(device, "compute_capability", None)
     if reported is None:
         name = str(getattr(device, "device_kind", ""))
@@ -223,14 +223,14 @@ def compute_capability(device: Any) -> tuple[int, int] | None:
 
 
 def describe(device: Any) -> str:
-    """The device's name, with its compute capability where it has one."""
+    """Returns the device's name, with its compute capability where it has one."""
     kind = getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     return f"{kind} (compute capability {capability[0]}.{capability[1]})" if capability else str(kind)
 
 
 def region_device():
-    """The device that is traced for: that of the region's mesh, or the first one where there is none.
+    """Returns the device that is traced for: that of the region's mesh, or the first one where there is none.
 
     A mesh knows its devices by kind only (an abstract device), which may be another machine's; where this machine has
     one of that kind it is returned, because it says more.

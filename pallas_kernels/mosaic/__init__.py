@@ -4,7 +4,7 @@
 sets environment variables.
 """
 
-from pallas_kernels.mosaic.support import why_unsupported
+from pallas_kernels.mosaic.tiling import why_unsupported
 
 _OPERATIONS = ("decode", "encode", "reduce_decode", "reduce_encode", "sum_decode")
 

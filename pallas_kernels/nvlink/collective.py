@@ -16,8 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import compat
 from pallas_kernels.mosaic import rotation
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS
-from pallas_kernels.mosaic.writer import WARPS, put_largest
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.wire_io import WARPS_PER_WARPGROUP as WARPS
+from pallas_kernels.mosaic.wire_io import put_largest
 from pallas_kernels.nvlink import orders, post, roles
 from pallas_kernels.nvlink.deal import CTA, ROLE, Deal
 from pallas_kernels.nvlink.frames import Frames

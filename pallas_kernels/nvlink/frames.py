@@ -12,8 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import blocks, owned, scales
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic import kernels, tile_codec
+from pallas_kernels.mosaic.registers import thread_blocks
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.tiling import Tiling
 
 # Mosaic makes bulk copies of multiples of 128 bytes.
 ALIGNMENT = 128
@@ -38,42 +40,44 @@ class Frames:
         return jax.ShapeDtypeStruct((*frames, self.bytes), jnp.uint8)
 
     def write(self, frame_s, z: list, exponent) -> jax.Array:
-        """Encodes rotated blocks into a frame; returns the largest |z| of its rows as bits (`blocks.encode`)."""
+        """Encodes rotated blocks into a frame; returns the largest |z| of its rows as bits (`kernels.encode_tile`)."""
         t = self.tiling
-        largest, planes = blocks.encode(t, z, exponent, None, self._codes(frame_s))
+        largest, planes = kernels.encode_tile(t, z, exponent, None, self._codes(frame_s))
         for k in range(t.scale_planes):
-            if t.owned:
-                owned.store_scales(self._plane(frame_s, k), planes[0][k], t.interpret is not None)
+            if t.one_thread_per_block:
+                thread_blocks.store_scales(self._plane(frame_s, k), planes[0][k], t.interpret is not None)
                 continue
             for b in range(t.blocks_per_row):
                 compat.store(self._column(frame_s, k, b), planes[b][k].astype(jnp.uint8), optimized=False)
         return largest
 
     def codes(self, frame_s, dtype=jnp.float32) -> list[jax.Array]:
-        """The codes' values, without their scales (`blocks.decode`)."""
-        return blocks.decode(self.tiling, self._codes(frame_s), dtype)
+        """The codes' values, without their scales (`tile_codec.load_codes`)."""
+        return tile_codec.load_codes(self.tiling, self._codes(frame_s), dtype)
 
     def scales(self, frame_s, exponent) -> list[jax.Array]:
-        """The scale of each block of a row, float32[64]; of `owned` blocks float32[64, 8]."""
+        """The scale of each block of a row, float32[64]; with one thread per block float32[64, 8]."""
         t = self.tiling
-        if t.owned:
+        if t.one_thread_per_block:
             found = [
-                owned.load_scales(self._plane(frame_s, k).reshape(ROWS, t.blocks_per_row), t.interpret is not None)
+                thread_blocks.load_scales(
+                    self._plane(frame_s, k).reshape(ROWS, t.blocks_per_row), t.interpret is not None
+                )
                 for k in range(t.scale_planes)
             ]
-            return [scales.read(t.fmt, found, exponent)]
+            return [tile_codec.read_scales(t.fmt, found, exponent)]
         out = []
         for b in range(t.blocks_per_row):
             found = []
             for k in range(t.scale_planes):
                 plane = compat.load(self._column(frame_s, k, b), plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 found.append(plane.astype(jnp.int32) & 0xFF)
-            out.append(scales.read(t.fmt, found, exponent))
+            out.append(tile_codec.read_scales(t.fmt, found, exponent))
         return out
 
     def values(self, frame_s, exponent) -> list[jax.Array]:
         """What a frame says, still rotated: float32[64, chunk] each."""
-        return blocks.scale_rows(self.tiling, self.codes(frame_s), self.scales(frame_s, exponent))
+        return tile_codec.scale_rows(self.tiling, self.codes(frame_s), self.scales(frame_s, exponent))
 
     def _codes(self, frame_s):
         return frame_s.at[pl.ds(0, self.code_bytes)].reshape(ROWS, self.tiling.row_bytes)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import Format, Geometry, check_operands
 from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.encoding import largest
+from pallas_kernels.mosaic.kernels import largest_scale as largest
 from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink import collective, programs
 from pallas_kernels.nvlink.deal import Deal

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic import rotation
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink.frames import Frames
 
 # Of shared memory a kernel can have so much; Mosaic puts arrays at multiples, and has scratch of its own.

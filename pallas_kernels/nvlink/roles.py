@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import blocks
+from pallas_kernels.mosaic import tile_codec as blocks
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS
-from pallas_kernels.mosaic.writer import Writer
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.wire_io import WireWriter as Writer
 from pallas_kernels.nvlink.deal import Deal
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.nvlink.orders import Combining, Receiving, Sending
@@ -136,7 +136,7 @@ def combine(desk: Desk, combining: Combining, incoming: Slots, own: Tiles | None
         def several(begin, end, total):
             return lax.fori_loop(begin, end, lambda p, total: add(total, theirs(p)), total)
 
-        # As in `mosaic/reduction.py`, to the bit: where a product and its sum meet, they are rounded once.
+        # As in `mosaic/kernels.py`, to the bit: where a product and its sum meet, they are rounded once.
         before = lambda: several(jnp.int32(1), skipped, theirs(jnp.int32(0)))
         if own is None:
             total = before()

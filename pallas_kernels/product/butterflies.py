@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.mosaic.tiling import ROWS
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
 
 COLUMNS = 128
 

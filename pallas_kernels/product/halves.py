@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import hadamard_signs
 from pallas_kernels.mosaic.rotation import transforms
-from pallas_kernels.mosaic.tiling import ROWS
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
 
 HALF = 64
 

@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import blocks, rotation
-from pallas_kernels.mosaic.tiling import ROWS
-from pallas_kernels.mosaic.writer import Writer
+from pallas_kernels.mosaic import rotation
+from pallas_kernels.mosaic import tile_codec as blocks
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.wire_io import WireWriter as Writer
 from pallas_kernels.nvlink.deal import CTA
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.product import butterflies, halves, registers

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import Format
-from pallas_kernels.mosaic.encoding import largest
-from pallas_kernels.mosaic.tiling import ROWS
+from pallas_kernels.mosaic.kernels import largest_scale as largest
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
 from pallas_kernels.nvlink.frames import Frames
 from pallas_kernels.product import all_reduce
 from pallas_kernels.product.obstacles import obstacle

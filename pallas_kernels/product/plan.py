@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Format, Geometry
 from pallas_kernels.mosaic.pipeline import MAX_CTAS
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic.tiling import TILE_ROWS as ROWS
+from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink.deal import CTA
 from pallas_kernels.product.sizes import FRAMES, TILE_K, TILE_M, TILE_N
 

@@ -17,9 +17,10 @@ from taco_jax import CODECS
 from taco_jax.compression.dispatch import to_format
 
 ROUNDINGS = ("nearest", "stochastic")
-# Enough tiles for four warpgroups a multiprocessor, dealt out to them; so many that they draw them; and few, for one.
+# Enough tiles for four warpgroups a multiprocessor, in static order; so many that the scheduler hands them out; and
+# few, for one.
 LARGE = 256 * 64 * 132 * 4
-SIZES = (LARGE, LARGE * pipeline.MIN_ROUNDS, 256 * 64)
+SIZES = (LARGE, LARGE * pipeline.MIN_DYNAMIC_TILES_PER_WORKER, 256 * 64)
 RANKS = (4, 2, 8)
 
 
