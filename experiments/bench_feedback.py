@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import taco_jax
 from taco_jax import Compression
 from taco_jax.codec import CODECS
-from taco_jax.collectives import residuals, to_varying
+from taco_jax.collectives import all_reduce, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression import dispatch
@@ -111,8 +111,8 @@ def played_with_feedback(codec, x, w, error):
     x_S, rank = (x @ w + error).reshape(-1), jnp.int32(1)
     y_S, share, wires, wire = _hops(codec, x_S)
     message = Message("tp", every_size(codec), codec)
-    lost = residuals.of_share(message, share, wires, x_S, rank, None, wire)
-    return y_S, residuals.of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
+    lost = all_reduce.residual_of_share(message, share, wires, x_S, rank, None, wire)
+    return y_S, all_reduce.residual_of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
 
 
 def _hops(codec, x_S):

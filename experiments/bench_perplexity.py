@@ -24,6 +24,7 @@ from typing import NamedTuple
 import runs
 
 from taco_jax.codec import CODECS
+from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError, cli
 
 
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
         if exact is not None and name in results:
             continue
         codec, plan, fed = SCHEMES.get(name, Scheme(name))
-        score = evaluation.score(Settings(args.tp, codec, plan, 0, args.dtype, error_feedback=fed))
+        compression = Compression(codec, min_bytes=0, error_feedback=fed)
+        score = evaluation.score(Settings(args.tp, compression, plan, args.dtype))
         exact = exact or score
         results[name] = describe(score, exact) | {"tp": args.tp, "context": args.context}
         print(line(name, results[name]), flush=True)

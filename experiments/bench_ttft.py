@@ -44,7 +44,7 @@ from pallas_kernels import KernelUnavailableError
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec import as_codec
 from taco_jax.compression import tuned
-from taco_jax.compression.compression import LINKS
+from taco_jax.compression.compression import LINKS, Compression
 from taco_jax.config import ConfigError, cli
 from taco_jax.inference.compiled import Programs
 from taco_jax.inference.loading import in_memory, load_params
@@ -237,9 +237,10 @@ class Bench:
         return {name: row | {"mb_sent": sent[name], "rounds": self.args.rounds} for name, row in found.items()}
 
     def _programs(self, variant: Variant, params) -> Programs:
-        codec = None if variant.codec in ("none", "free") else variant.codec
+        codec = "none" if variant.codec in ("none", "free") else variant.codec
         tp, least = self.mesh.shape["tp"], self.args.min_bytes
-        settings = Settings(tp, codec, min_bytes=least, link=variant.link, error_feedback=variant.feedback)
+        options = {"min_bytes": least, "link": variant.link, "error_feedback": variant.feedback}
+        settings = Settings(tp, Compression(codec, **options))
         return Programs(self.config, settings, self.mesh, params)
 
     def _print(self, name: str, found: dict) -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.models import blocks, chains
+from taco_jax.models import blocks, overlap
 from taco_jax.models.projections import add_bias
 from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import copy_to_tp, reduce_from_tp, to_varying
@@ -51,13 +51,13 @@ def _product_bwd(x_dtype, dtype, precision, residuals, ct):
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def enter(x_BLD, par, state, site):
-    """`projections.enter` whose gradient is summed in float32: x is handed on as such, with x's values."""
+def column_input(x_BLD, par, state, site):
+    """`projections.column_input` whose gradient is summed in float32: x is handed on as such, with x's values."""
     return copy_to_tp(x_BLD.astype(par.dtype).astype(WIDE), par.axis, site=site)
 
 
-def column(x_BLD, denses, par):
-    """`projections.column` of an x from `enter`."""
+def column_parallel(x_BLD, denses, par):
+    """`projections.column_parallel` of an x from `column_input`."""
     kernel_DF = jnp.concatenate([dense["kernel"].astype(par.dtype) for dense in denses], axis=1)
     y_BLF = product(x_BLD, kernel_DF, WIDE, par.dtype, par.precision)
     ends, end = [], 0
@@ -67,8 +67,8 @@ def column(x_BLD, denses, par):
     return [add_bias(y, dense) for y, dense in zip(jnp.split(y_BLF, ends, axis=-1), denses, strict=True)]
 
 
-def row_sum(x_BLF, kernel_FD, error, par, state, site):
-    """`projections.row_sum`, summed in float32."""
+def row_parallel(x_BLF, kernel_FD, error, par, state, site):
+    """`projections.row_parallel`, summed in float32."""
     y_BLD = product(x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype), par.dtype, WIDE, par.precision)
     return reduce_from_tp(y_BLD, par.axis, site=site).astype(par.dtype), None
 
@@ -115,7 +115,8 @@ def nll_sum(dtype):
 def sums_in_float32(dtype=jnp.bfloat16) -> Iterator[None]:
     """Gives what is traced inside its exact messages in float32. dtype: that of the activations."""
     changes = (
-        (chains, "enter", enter), (chains, "row_sum", row_sum), (blocks, "column", column),
+        (overlap, "column_input", column_input), (overlap, "row_parallel", row_parallel),
+        (blocks, "column_parallel", column_parallel),
         (vocab_parallel, "copy_to_tp", copy_to_head), (vocab_parallel, "_nll_sum", nll_sum(jnp.dtype(dtype))),
     )  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from taco_jax.codec import CODECS
-from taco_jax.config import ConfigError, TrainConfig, cli, nearest
+from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
+from taco_jax.errors import did_you_mean
 from taco_jax.train.metrics import read_records
 from taco_jax.train.workdir import METRICS
 
@@ -153,7 +154,7 @@ def choices(key: str, text: str, known: Iterable[str]) -> list[str]:
     """The names of a comma-separated list, each of them known."""
     known, names = list(known), text.split(",")
     for name in names:
-        require(name in known, key, repr(name), nearest(name, known) if name else "name at least one")
+        require(name in known, key, repr(name), did_you_mean(name, known) if name else "name at least one")
     return names
 
 

@@ -177,7 +177,7 @@ def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
     reason = only_in_jnp(spec.codec_name, spec.element, spec.block, spec.scale)
     if reason is not None:
         return reason
-    if spec.scale == "site" and ELEMENTS[spec.element][4] is None:
+    if spec.scale == "site" and ELEMENTS[spec.element].nan is None:
         return NO_NAN.format(spec.element)
     if spec.elements == 0:
         return "there are no elements"

@@ -1,8 +1,7 @@
-"""The number format and the message layout, as kernels need them: static, hashable, and free of arrays.
+"""The facts of the number format and the message layout: static, hashable, and free of arrays.
 
-These are the facts of `taco_jax` (`elements.py`, `block_scale.py`, `wire.py`) that a kernel compiles in; a test holds
-the two equal. Bytes on the wire: codes, then scales, one section for each byte plane of a scale; sections start at
-multiples of 128 bytes, a message is a multiple of 1,024 bytes.
+The jnp codec (`taco_jax/codec`) and every kernel read them here. Bytes on the wire: codes, then scales, one section for
+each byte plane of a scale; sections start at multiples of 128 bytes, a message is a multiple of 1,024 bytes.
 """
 
 from __future__ import annotations
@@ -16,25 +15,58 @@ import numpy as np
 
 SECTION_BYTES = 128
 MESSAGE_BYTES = 1024
-# The int32 exponent of a site that has seen no data yet, and the largest |exponent| that a kernel uses.
+# The int32 exponent of a site that has seen no data yet.
 UNCALIBRATED = -(2**31)
+# s' = 2^a bitcast((c + 896) << 20) is a normal float32 for every byte c while |a| <= 111, and block scales span
+# 2^-109..2^122.
 MAX_EXPONENT = 111
 # Block maxima are clamped here, so that scales and their reciprocals are normal float32.
 TINY = np.float32(2.0**-100)
 
-# name -> (bits, maximum, stored mantissa bits or None for an integer, exponent of the smallest normal, code of NaN)
+
+@dataclass(frozen=True)
+class Element:
+    """One element format, of `bits` bits. `nan` is the code of a non-finite value, None where the format has none."""
+
+    name: str
+    bits: int
+    maximum: float
+    mantissa: int | None = None  # stored mantissa bits of a float format; None: integer
+    min_exponent: int = 0  # exponent of the smallest normal
+    nan: int | None = None
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa is not None
+
+
 ELEMENTS = {
-    "e4m3": (8, 448.0, 3, -6, 0x7F),
-    "e5m2": (8, 57344.0, 2, -14, 0x7E),
-    "int8": (8, 127.0, None, 0, 0x80),
-    "int6": (6, 31.0, None, 0, 0x20),
-    "int5": (5, 15.0, None, 0, 0x10),
-    "int4": (4, 7.0, None, 0, 0x08),
-    "e3m2": (6, 28.0, 2, -2, None),
-    "e2m3": (6, 7.5, 3, 0, None),
-    "e2m1": (4, 6.0, 1, 0, None),
+    e.name: e
+    for e in (
+        Element("e4m3", 8, 448.0, 3, -6, nan=0x7F),
+        Element("e5m2", 8, 57344.0, 2, -14, nan=0x7E),
+        Element("int8", 8, 127.0, nan=0x80),
+        Element("int6", 6, 31.0, nan=0x20),
+        Element("int5", 5, 15.0, nan=0x10),
+        Element("int4", 4, 7.0, nan=0x08),
+        Element("int3", 3, 3.0, nan=0x04),
+        Element("e3m2", 6, 28.0, 2, -2),
+        Element("e2m3", 6, 7.5, 3, 0),
+        Element("e3m1", 5, 24.0, 1, -2),
+        Element("e2m2", 5, 7.0, 2, 0),
+        Element("e1m3", 5, 3.75, 3, 1),
+        Element("e2m1", 4, 6.0, 1, 0),
+        Element("e1m2", 4, 3.5, 2, 1),
+        Element("e1m1", 3, 3.0, 1, 1),
+    )
 }
-SCALE_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0}
+KERNEL_ELEMENTS = ("e4m3", "e5m2", "int8", "int6", "int5", "int4", "e3m2", "e2m3", "e2m1")
+# Bytes of a block's scale, of which each is a section; `site` has one byte for the whole message.
+SCALE_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0, "paper": 8}
+# Bits of a block's scale that travels packed, as codes do.
+SCALE_BITS = {"e5m0": 5, "e4m0": 4}
+SCALES = ("float32", "bfloat16", "e8m0", "e5m0", "e4m0", "ue5m3", "site", "paper")
+KERNEL_SCALES = ("float32", "bfloat16", "e8m0", "ue5m3", "site")
 ROTATIONS = ("none", "hadamard", "signed_hadamard")
 ROUNDINGS = ("nearest", "stochastic")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -54,7 +86,7 @@ class Format:
 
     def __post_init__(self):
         for field, valid in (
-            ("element", tuple(ELEMENTS)), ("rotation", ROTATIONS), ("scale", tuple(SCALE_BYTES)),
+            ("element", KERNEL_ELEMENTS), ("rotation", ROTATIONS), ("scale", KERNEL_SCALES),
             ("rounding", ROUNDINGS), ("block", CODEC_BLOCKS),
         ):  # fmt: skip
             value = getattr(self, field)
@@ -64,23 +96,23 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return ELEMENTS[self.element][0]
+        return ELEMENTS[self.element].bits
 
     @property
     def maximum(self) -> float:
-        return ELEMENTS[self.element][1]
+        return ELEMENTS[self.element].maximum
 
     @property
     def mantissa(self) -> int | None:
-        return ELEMENTS[self.element][2]
+        return ELEMENTS[self.element].mantissa
 
     @property
     def min_exponent(self) -> int:
-        return ELEMENTS[self.element][3]
+        return ELEMENTS[self.element].min_exponent
 
     @property
     def nan(self) -> int | None:
-        return ELEMENTS[self.element][4]
+        return ELEMENTS[self.element].nan
 
     @property
     def is_float(self) -> bool:
@@ -89,31 +121,27 @@ class Format:
     @property
     def scale_bias(self) -> int:
         """What an e8m0 byte carries beyond the scale: OCP's MXINT8 element is k / 64."""
-        return 6 if self.scale == "e8m0" and self.element == "int8" else 0
+        return ocp_bias(self.element) if self.scale == "e8m0" else 0
 
     @property
     def reciprocal_maximum(self) -> np.float32:
-        """1 / Qmax rounded down, so that a maximum of exactly Qmax 2^k never rounds up to the next scale."""
-        r = np.float32(1.0 / self.maximum)
-        return r if float(r) * self.maximum <= 1.0 else np.nextafter(r, np.float32(0))
+        return reciprocal_down(self.maximum)
 
     def n_blocks(self, n: int) -> int:
         return -(-n // self.block)
 
     def sections(self, n: int) -> list[tuple[int, int]]:
         """(offset, length) in bytes of the codes and of each scale plane in a message of n elements."""
-        blocks = self.n_blocks(n)
-        planes = [1] if self.scale == "site" else [blocks] * SCALE_BYTES[self.scale]
-        offset, out = 0, []
-        for length in (blocks * self.block * self.bits // 8, *planes):
-            out.append((offset, length))
-            offset = _round_up(offset + length, SECTION_BYTES)
-        return out
+        lengths = self._section_lengths(n)
+        return list(zip(section_offsets(lengths)[0], lengths))
 
     def wire_bytes(self, n: int) -> int:
         """Bytes of a message of n elements."""
-        offset, length = self.sections(n)[-1]
-        return _round_up(offset + length, MESSAGE_BYTES) if n else 0
+        return section_offsets(self._section_lengths(n))[1] if n else 0
+
+    def _section_lengths(self, n: int) -> list[int]:
+        blocks = self.n_blocks(n)
+        return [blocks * self.block * self.bits // 8, *scale_section_lengths(self.scale, blocks)]
 
 
 @dataclass(frozen=True)
@@ -193,9 +221,20 @@ def _integer(key: str, value) -> int:
         raise TypeError(f"{key}={value!r}: must be an integer, is of type {type(value).__name__}") from None
 
 
+def ocp_bias(element: str) -> int:
+    """Returns what an e8m0 byte carries beyond the scale: OCP's MXINT8 element is k / 64, so the exponent has 2^6."""
+    return 6 if element == "int8" else 0
+
+
+def reciprocal_down(maximum: float) -> np.float32:
+    """Returns 1 / Qmax rounded down, so that a maximum of exactly Qmax 2^k never rounds up to the next scale."""
+    r = np.float32(1.0 / maximum)
+    return r if float(r) * maximum <= 1.0 else np.nextafter(r, np.float32(0))
+
+
 @functools.cache
 def hadamard_signs(block: int) -> np.ndarray:
-    """The +-1 Sylvester-Hadamard matrix, float32[B, B]."""
+    """Returns the +-1 Sylvester-Hadamard matrix, float32[B, B]; `block` is a power of two."""
     h = np.ones((1, 1), np.float32)
     while h.shape[0] < block:
         h = np.block([[h, h], [h, -h]])
@@ -204,21 +243,44 @@ def hadamard_signs(block: int) -> np.ndarray:
 
 @functools.cache
 def block_signs(block: int) -> np.ndarray:
-    """The fixed random signs of `signed_hadamard`, float32[B]: lowbias32 of the index, its lowest bit."""
-    i = np.arange(1, block + 1, dtype=np.uint64)
-    mask = np.uint64(0xFFFFFFFF)
-    i ^= i >> np.uint64(16)
-    i = (i * np.uint64(0x7FEB352D)) & mask
-    i ^= i >> np.uint64(15)
-    i = (i * np.uint64(0x846CA68B)) & mask
-    i ^= i >> np.uint64(16)
-    return np.where(i & np.uint64(1), -1.0, 1.0).astype(np.float32)
+    """Returns the fixed random signs of `signed_hadamard`, float32[B]: the same on every rank and in every version."""
+    # A hash of the index instead of a generator, so that a kernel can compute it too.
+    return np.where(lowbias32(np.arange(1, block + 1, dtype=np.uint32)) & 1, -1.0, 1.0).astype(np.float32)
+
+
+# Wellons' lowbias32, and 2^32 divided by the golden ratio: neighbouring messages get seeds that are far apart.
+HASH_FACTORS, GOLDEN = (0x7FEB352D, 0x846CA68B), 0x9E3779B9
+
+
+def lowbias32(x):
+    """Returns a hash of uint32, one to one: of an array of numpy or of jax.numpy, inside a kernel too."""
+    first, second = map(np.uint32, HASH_FACTORS)
+    x = (x ^ (x >> np.uint32(16))) * first
+    x = (x ^ (x >> np.uint32(15))) * second
+    return x ^ (x >> np.uint32(16))
 
 
 def packing_parts(bits: int) -> int:
-    """Equal parts of a block whose elements share bytes: 2 for 4 bits, 4 for 6, 8 for 5, 1 for 8."""
+    """Returns how many equal parts of a block share bytes: 2 for 4 bits, 4 for 6, 8 for 3 and 5, 1 for 8."""
     return 8 // math.gcd(8, bits)
 
 
-def _round_up(n: int, multiple: int) -> int:
+def scale_section_lengths(scale: str, n_blocks: int) -> list[int]:
+    """Returns the bytes of each scale section of a message."""
+    if scale in SCALE_BITS:
+        return [round_up(n_blocks, packing_parts(SCALE_BITS[scale])) * SCALE_BITS[scale] // 8]
+    return [1] if scale == "site" else [n_blocks] * SCALE_BYTES[scale]
+
+
+def section_offsets(lengths: list[int]) -> tuple[list[int], int]:
+    """Returns where each section of a message starts, and the message's length, in bytes."""
+    offsets, end = [], 0
+    for length in lengths:
+        offsets.append(end)
+        end = round_up(end + length, SECTION_BYTES)
+    return offsets, round_up(end, MESSAGE_BYTES)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Returns the least multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple

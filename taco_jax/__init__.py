@@ -13,20 +13,22 @@ from taco_jax.compression.site_scales import SiteScales, update_scales
 __version__ = "0.1.0"
 
 __all__ = [
-    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
-    "SiteScales",
+    "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan",
+    "SiteScaleState", "SiteScales",
     "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "psum_with_feedback",
     "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.
-_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.nn.nnx") | {
+_LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScaleState"), "taco_jax.nn.nnx") | {
     "Generator": "taco_jax.inference.generator"
 }
+_FORMER = {"SiteScale": "SiteScaleState"}  # names that programs may still have
 _MODULES = ("linen", "tensor_parallel")
 
 
 def __getattr__(name: str):
+    name = _FORMER.get(name, name)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _MODULES:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from taco_jax.codec import CODECS, FLOAT_DTYPES
 from taco_jax.compression.compression import BACKENDS, EXCHANGES, MAX_CHUNKS, SHOTS, Compression
-from taco_jax.config import ConfigError, cli, nearest
+from taco_jax.config import ConfigError, cli
+from taco_jax.errors import did_you_mean
 
 FACTOR = 4  # from one message size to the next
 TARGET_BYTES = 1 << 28  # reduced by one timed call, in as many rounds as that takes
@@ -34,7 +35,7 @@ RANGE_BITS = {"bfloat16": 160, "float32": 160, "float16": 20}  # that values may
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
-    """What is measured, and where the result goes."""
+    """The measurement, and where its result goes."""
 
     codecs: tuple[str, ...] = ("taco", "int6h", "int4h")
     """Codecs to measure."""
@@ -115,14 +116,14 @@ def check(config: TuneConfig) -> TuneConfig:
     compressed = [name for name, codec in CODECS.items() if not (codec.exact or codec.per_token)]
     require(config.codecs, "codecs", (), "name at least one")
     for name in config.codecs:
-        require(name in compressed, "codecs", name, f"no such codec preset; {nearest(name, compressed)}")
+        require(name in compressed, "codecs", name, f"no such codec preset; {did_you_mean(name, compressed)}")
     for exchange in config.exchanges:
-        require(exchange in EXCHANGES[1:], "exchanges", exchange, nearest(exchange, EXCHANGES[1:]))
+        require(exchange in EXCHANGES[1:], "exchanges", exchange, did_you_mean(exchange, EXCHANGES[1:]))
     require(config.exchanges, "exchanges", (), "name at least one")
     fits = config.chunks and min(config.chunks) >= 1 and max(config.chunks) <= MAX_CHUNKS
     require(fits, "chunks", config.chunks, f"must be numbers from 1 to {MAX_CHUNKS}")
-    require(config.backend in BACKENDS, "backend", config.backend, nearest(config.backend, BACKENDS))
-    require(config.dtype in FLOAT_DTYPES, "dtype", config.dtype, nearest(config.dtype, FLOAT_DTYPES))
+    require(config.backend in BACKENDS, "backend", config.backend, did_you_mean(config.backend, BACKENDS))
+    require(config.dtype in FLOAT_DTYPES, "dtype", config.dtype, did_you_mean(config.dtype, FLOAT_DTYPES))
     require(config.smallest >= 4, "smallest", config.smallest, "must be at least 4 bytes")
     require(config.largest >= config.smallest, "largest", config.largest, f"must be at least {config.smallest}")
     for key, least in (("repeats", 1), ("smallest_chunk", 1), ("ranks", 2)):
@@ -225,7 +226,7 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
 
 
 def result_of(points: Sequence[Point]):
-    """What the file says of a codec."""
+    """Returns what the file says of a codec."""
     from taco_jax.compression import tuned
 
     best = [(p.bytes, p.chunks, p.exchange) for p in points if p.algorithm == "two_shot"]
@@ -268,7 +269,7 @@ def _best(config: TuneConfig, mesh, codec: str, nbytes: int, algorithms: Sequenc
 
 
 def _in_one_kernel(config: TuneConfig, mesh, codec: str, x) -> bool:
-    """Whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
+    """Returns whether the sum goes over NVLink in one kernel: then there are no chunks, and no exchange."""
     from taco_jax.compression import dispatch
 
     with dispatch.record() as choices:

@@ -48,7 +48,7 @@ def pytest_unconfigure():
 FIRST = (
     "test_distributed.py", "test_train.py", "test_pipeline_train.py", "test_data_parallel_step.py", "test_step.py",
     "test_pipeline.py", "test_decoder.py", "test_triton_interpreter.py", "test_triton_lowering.py",
-    "test_mosaic_interpreter.py", "test_mosaic_lowering.py", "test_remat.py", "test_feedback_layers.py",
+    "test_mosaic_interpreter.py", "test_mosaic_lowering.py", "test_remat.py", "test_projections.py",
 )  # fmt: skip
 
 

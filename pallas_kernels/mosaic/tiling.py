@@ -18,7 +18,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import BLOCKS, DTYPES, ELEMENTS, SCALE_BYTES, Format, Geometry, packing_parts
+from pallas_kernels.formats import (
+    BLOCKS,
+    DTYPES,
+    KERNEL_ELEMENTS,
+    KERNEL_SCALES,
+    SCALE_BYTES,
+    Format,
+    Geometry,
+    packing_parts,
+)
 
 TILE_ROWS = 64  # the rows of one product of the tensor cores (wgmma m64)
 GROUP_ROWS = 8  # of a tensor copy into swizzled memory
@@ -137,7 +146,7 @@ def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry 
 
     geometry: or a count of elements.
     """
-    if fmt.element not in ELEMENTS or fmt.scale not in SCALE_BYTES:
+    if fmt.element not in KERNEL_ELEMENTS or fmt.scale not in KERNEL_SCALES:
         return f"mosaic has no element {fmt.element!r} with scale {fmt.scale!r}"
     if str(dtype) not in DTYPES:
         return f"mosaic kernels take {', '.join(DTYPES)}, not {dtype}"

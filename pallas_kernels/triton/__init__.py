@@ -4,7 +4,14 @@
 first run.
 """
 
-from pallas_kernels.triton.operations import decode, decode_into, encode, reduce_decode, reduce_encode, sum_decode
-from pallas_kernels.triton.support import why_unsupported
+from pallas_kernels.triton.operations import (
+    decode,
+    decode_into,
+    encode,
+    reduce_decode,
+    reduce_encode,
+    sum_decode,
+    why_unsupported,
+)
 
 __all__ = ["decode", "decode_into", "encode", "reduce_decode", "reduce_encode", "sum_decode", "why_unsupported"]

@@ -8,8 +8,11 @@ multiple of 2^(e - m), to nearest even, and leaves the quotient in the low bits 
 import triton
 import triton.language as tl
 
+from pallas_kernels.formats import GOLDEN, HASH_FACTORS
+
 # 1.5 * 2^23: adding it rounds to an integer and leaves that, in two's complement, in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)
+_FIRST, _SECOND, _GOLDEN = map(tl.constexpr, (*HASH_FACTORS, GOLDEN))
 
 
 @triton.jit
@@ -100,9 +103,9 @@ def _float_values(codes, WIDE: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """lowbias32: uint32 -> uint32."""
-    x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
+    """Returns `pallas_kernels.formats.lowbias32` of uint32."""
+    x = tl.mul(x ^ (x >> 16), _FIRST, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 15), _SECOND, sanitize_overflow=False)
     return x ^ (x >> 16)
 
 
@@ -110,6 +113,6 @@ def mix(x):
 def uniform(index, message, seed0, seed1):
     """Noise in [0, 1) of the element with this index (uint32) in a message, as
     `taco_jax/codec/stochastic_rounding.py` draws it."""
-    step = tl.mul(message.to(tl.uint32), 0x9E3779B9, sanitize_overflow=False)
+    step = tl.mul(message.to(tl.uint32), _GOLDEN, sanitize_overflow=False)
     h = mix(mix(index ^ seed0) ^ tl.add(seed1, step, sanitize_overflow=False))
     return (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)

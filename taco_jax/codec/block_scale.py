@@ -30,18 +30,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.formats import (
+    MAX_EXPONENT,
+    SCALE_BITS,
+    SCALE_BYTES,
+    TINY,
+    UNCALIBRATED,
+    Element,
+    ocp_bias,
+    packing_parts,
+    reciprocal_down,
+)
 from taco_jax.codec import wire
-from taco_jax.codec.elements import Element
 
-# int32 exponent of a site that has seen no data yet.
-UNCALIBRATED = -(2**31)
-# s' = 2^a bitcast((c + 896) << 20) is a normal float32 for every byte c while |a| <= 111, and block scales span
-# 2^-109..2^122.
-MAX_EXPONENT = 111
-SCALES = ("float32", "bfloat16", "e8m0", "e5m0", "e4m0", "ue5m3", "site", "paper")
-SHORT = {"e5m0": 5, "e4m0": 4}  # bits of an exponent with bias 2^(bits-1) - 1
-_BYTES = {"float32": 4, "bfloat16": 2, "e8m0": 1, "ue5m3": 1, "site": 0, "paper": 8}
-_TINY = np.float32(2.0**-100)
 LANES = 16  # int32 of the widest vectors of a CPU
 
 
@@ -53,15 +54,7 @@ class BlockScales(NamedTuple):
 
 
 def bits_per_block(scale: str) -> int:
-    return SHORT[scale] if scale in SHORT else 8 * _BYTES[scale]
-
-
-def section_lengths(scale: str, n_blocks: int) -> list[int]:
-    """Bytes of each scale section: one per byte plane."""
-    if scale in SHORT:
-        parts = wire.packing_parts(SHORT[scale])
-        return [wire.round_up(n_blocks, parts) * SHORT[scale] // 8]
-    return [1] if scale == "site" else [n_blocks] * _BYTES[scale]
+    return SCALE_BITS[scale] if scale in SCALE_BITS else 8 * SCALE_BYTES[scale]
 
 
 def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales:
@@ -73,23 +66,23 @@ def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales
     # The reciprocal is rounded down, so that a maximum of exactly Qmax 2^k never rounds up to the next scale. A
     # product with a constant is the same on every backend; a quotient is not (XLA may rewrite it, GPUs divide
     # approximately).
-    inverse_maximum = _reciprocal_down(element.maximum)
+    inverse_maximum = reciprocal_down(element.maximum)
     largest = largest_magnitude(amax) * inverse_maximum
-    bits = lax.bitcast_convert_type(jnp.maximum(jnp.where(finite, amax, 0), _TINY) * inverse_maximum, jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.maximum(jnp.where(finite, amax, 0), TINY) * inverse_maximum, jnp.int32)
     if scale == "site":
         c = _site_code(bits, exponent)
         s = _e8m0(c, 0)
         return BlockScales(jnp.broadcast_to(1.0 / s, amax.shape), [c.astype(jnp.uint8)], finite, largest)
     if scale == "float32":
         s, planes = _float(bits), _planes(jnp.where(finite, bits, 0x7FC00000), 4)
-    elif scale in SHORT:
+    elif scale in SCALE_BITS:
         c, s = _short(scale, bits, exponent)
-        planes = [_packed(jnp.where(finite, c, _all_ones(scale)).astype(jnp.uint8), SHORT[scale])]
+        planes = [_packed(jnp.where(finite, c, _all_ones(scale)).astype(jnp.uint8), SCALE_BITS[scale])]
     elif scale == "bfloat16":
         word = (bits + 0xFFFF) >> 16
         s, planes = _float(word << 16), _planes(jnp.where(finite, word, 0x7FC0), 2)
     else:
-        bias = _ocp_bias(element) if scale == "e8m0" else 0
+        bias = ocp_bias(element.name) if scale == "e8m0" else 0
         c = jnp.clip(((bits + 0x7FFFFF) >> 23) + bias, 1, 254)
         s = _e8m0(c, bias)
         if scale == "ue5m3" and exponent is not None:
@@ -104,8 +97,8 @@ def compute(scale: str, element: Element, z: jax.Array, exponent) -> BlockScales
 
 def read(scale: str, element: Element, planes: list[jax.Array], exponent, n_blocks: int) -> jax.Array:
     """Scale sections of a message -> float32[..., M] (site: [..., 1]); NaN marks a block that is not finite."""
-    if scale in SHORT:
-        c = wire.unpack(planes[0], SHORT[scale])[..., :n_blocks].astype(jnp.int32)
+    if scale in SCALE_BITS:
+        c = wire.unpack(planes[0], SCALE_BITS[scale])[..., :n_blocks].astype(jnp.int32)
         return jnp.where(c == _all_ones(scale), jnp.nan, _of_short(scale, c, exponent))
     if scale == "paper":
         alpha = _float(wire.join_bytes(planes[:4]))
@@ -114,7 +107,7 @@ def read(scale: str, element: Element, planes: list[jax.Array], exponent, n_bloc
         word = wire.join_bytes(planes)
         return _float(word << 16 if scale == "bfloat16" else word)
     c = planes[0].astype(jnp.int32)
-    s = _e8m0(c, _ocp_bias(element) if scale == "e8m0" else 0)
+    s = _e8m0(c, ocp_bias(element.name) if scale == "e8m0" else 0)
     if scale == "ue5m3" and exponent is not None:
         calibrated, a8 = _site(exponent)
         s = jnp.where(calibrated, _ue5m3(c, a8), s)
@@ -160,16 +153,16 @@ def _site_exponent(exponent) -> jax.Array | int:
 
 
 def _short_bias(scale: str) -> int:
-    return (1 << (SHORT[scale] - 1)) - 1
+    return (1 << (SCALE_BITS[scale] - 1)) - 1
 
 
 def _all_ones(scale: str) -> int:
-    return (1 << SHORT[scale]) - 1
+    return (1 << SCALE_BITS[scale]) - 1
 
 
 def _packed(codes: jax.Array, bits: int) -> jax.Array:
     """uint8[..., M] -> the bytes of M codes, filled up with zeros."""
-    missing = -codes.shape[-1] % wire.packing_parts(bits)
+    missing = -codes.shape[-1] % packing_parts(bits)
     if missing:
         codes = jnp.concatenate([codes, jnp.zeros_like(codes, shape=(*codes.shape[:-1], missing))], axis=-1)
     return wire.pack(codes, bits)
@@ -200,11 +193,6 @@ def _site(exponent) -> tuple[jax.Array, jax.Array]:
     return exponent != UNCALIBRATED, 8 * jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)
 
 
-def _ocp_bias(element: Element) -> int:
-    # OCP's MXINT8 element is k / 64: for its decoders to agree, the shared exponent carries the 2^6.
-    return 6 if element.name == "int8" else 0
-
-
 def _ue5m3(c: jax.Array, a8: jax.Array) -> jax.Array:
     return _float((c + 896 + a8) << 20)
 
@@ -219,8 +207,3 @@ def _float(bits: jax.Array) -> jax.Array:
 
 def _planes(words: jax.Array, n_bytes: int) -> list[jax.Array]:
     return wire.split_bytes(lax.bitcast_convert_type(words, jnp.uint32), n_bytes)
-
-
-def _reciprocal_down(maximum: float) -> np.float32:
-    r = np.float32(1.0 / maximum)
-    return r if float(r) * maximum <= 1.0 else np.nextafter(r, np.float32(0))

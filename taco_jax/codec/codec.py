@@ -22,19 +22,28 @@ Dim letters: M blocks of a message, B elements of a block; leading dims ("...") 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import (
+    CODEC_BLOCKS,
+    ELEMENTS,
+    ROTATIONS,
+    ROUNDINGS,
+    SCALES,
+    UNCALIBRATED,
+    packing_parts,
+    scale_section_lengths,
+    section_offsets,
+)
+from pallas_kernels.formats import DTYPES as FLOAT_DTYPES
 from taco_jax.codec import block_scale, stochastic_rounding, tah, wire
-from taco_jax.codec.block_scale import UNCALIBRATED
-from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
-from taco_jax.codec.hadamard import ROTATIONS, rotate, unrotate
+from taco_jax.codec.elements import from_codes, to_codes
+from taco_jax.codec.hadamard import rotate, unrotate
+from taco_jax.errors import did_you_mean
 
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-ROUNDINGS = ("nearest", "stochastic")
 STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
 TOKEN = "token"
 
@@ -49,9 +58,8 @@ def _check_dtype(dtype, name: str) -> None:
 def check_choice(key: str, value, valid: tuple[str, ...]) -> None:
     if value in valid:
         return
-    near = difflib.get_close_matches(str(value), valid, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{key}={value!r} is unknown: {hint}valid are {', '.join(valid)}")
+    hint = did_you_mean(value, valid, otherwise="")
+    raise ValueError(f"{key}={value!r} is unknown: {hint}{' ' * bool(hint)}valid are {', '.join(valid)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +91,11 @@ class Codec:
     def __post_init__(self):
         check_choice("element", self.element, (*ELEMENTS, tah.ELEMENT, "none"))
         check_choice("rotation", self.rotation, ROTATIONS)
-        check_choice("scale", self.scale, block_scale.SCALES)
+        check_choice("scale", self.scale, SCALES)
         check_choice("rounding", self.rounding, ROUNDINGS)
         if self.per_token:
             self._check_token()
-        elif isinstance(self.block, float) or self.block not in (8, 16, 32, 64, 128, 256, 512):
+        elif isinstance(self.block, float) or self.block not in CODEC_BLOCKS:
             raise ValueError(f"block={self.block!r}: must be a power of two from 8 to 512, for example 128, or 'token'")
         if self.mixed:
             tah.check(self.block, self.scale)
@@ -104,7 +112,7 @@ class Codec:
             what = f"element={self.element!r}" if self.mixed else f"rotation={self.rotation!r}"
             raise ValueError(f"block='token' with {what}: a token has any size; use rotation='none', or block=128")
         if self.token and not self.exact:
-            parts = wire.packing_parts(ELEMENTS[self.element].bits)
+            parts = packing_parts(ELEMENTS[self.element].bits)
             if self.token % parts:
                 raise ValueError(
                     f"codec {self.name!r}: tokens of {self.token} elements of {self.element} do not fill whole bytes; "
@@ -120,12 +128,12 @@ class Codec:
 
     @property
     def per_token(self) -> bool:
-        """Whether a block is a token: the last dim of an array."""
+        """Returns whether a block is a token: the last dim of an array."""
         return self.block == TOKEN or self.token > 0
 
     @property
     def mixed(self) -> bool:
-        """Whether blocks choose between two numbers of bits (`tah.py`)."""
+        """Returns whether blocks choose between two numbers of bits (`tah.py`)."""
         return self.element == tah.ELEMENT
 
     @property
@@ -171,13 +179,13 @@ class Codec:
         """Bytes of a message of n elements: codes, then scales; sections at multiples of 128 bytes, all of 1,024."""
         if self.exact:
             return 2 * n
-        return wire.section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
+        return section_offsets(self._sections(self.n_blocks(n)))[1] if n else 0
 
     def _sections(self, n_blocks: int) -> list[int]:
         if self.mixed:
             return tah.section_lengths(self.block, n_blocks)
         codes = n_blocks * self.block * ELEMENTS[self.element].bits // 8
-        return [codes, *block_scale.section_lengths(self.scale, n_blocks)]
+        return [codes, *scale_section_lengths(self.scale, n_blocks)]
 
     # One tensor <-> one message.
 
@@ -266,7 +274,7 @@ class Codec:
         return wire.assemble([packed, *scales.planes]), scales.largest
 
     def seed(self, key: jax.Array | None) -> jax.Array | None:
-        """What stochastic rounding draws from, uint32[2]; None with rounding to nearest."""
+        """Returns the seed that stochastic rounding draws from, uint32[2]; None with rounding to nearest."""
         if self.rounding == "nearest":
             return None
         if key is None:
@@ -287,7 +295,8 @@ class Codec:
         return values * block_scale.read(self.scale, element, planes, exponent, n_blocks)[..., None]
 
     def measure(self, z: jax.Array, messages: jax.Array, *, exponent=None) -> jax.Array:
-        """What a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all elements.
+        """Returns what a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all
+        elements.
 
         Clipped: |z| lies beyond what the block's scale can express (int3_4: never). Flushed: z is not zero and its code
         is.
@@ -351,8 +360,7 @@ def _changed_preset(text: str, key: str) -> Codec:
     for change in changes:
         field, _, value = change.partition("=")
         if field not in known or not value:
-            near = difflib.get_close_matches(field, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"
+            hint = did_you_mean(field, known, otherwise=f"fields are {', '.join(known)}")
             raise ValueError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {hint}")
         fields[field] = int(value) if value.isdigit() else value
     try:

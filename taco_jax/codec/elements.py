@@ -13,50 +13,12 @@ the rounding. On CPUs it is faster as well.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
-@dataclasses.dataclass(frozen=True)
-class Element:
-    """One element format. `nan` is the code that stands for a non-finite value, None where the format has none."""
-
-    name: str
-    bits: int
-    maximum: float
-    mantissa: int | None = None  # stored mantissa bits of a float format; None: integer
-    min_exponent: int = 0  # exponent of the smallest normal
-    nan: int | None = None
-
-    @property
-    def is_float(self) -> bool:
-        return self.mantissa is not None
-
-
-ELEMENTS = {
-    e.name: e
-    for e in (
-        Element("e4m3", 8, 448.0, 3, -6, nan=0x7F),
-        Element("e5m2", 8, 57344.0, 2, -14, nan=0x7E),
-        Element("int8", 8, 127.0, nan=0x80),
-        Element("int6", 6, 31.0, nan=0x20),
-        Element("int5", 5, 15.0, nan=0x10),
-        Element("int4", 4, 7.0, nan=0x08),
-        Element("int3", 3, 3.0, nan=0x04),
-        Element("e3m2", 6, 28.0, 2, -2),
-        Element("e2m3", 6, 7.5, 3, 0),
-        Element("e3m1", 5, 24.0, 1, -2),
-        Element("e2m2", 5, 7.0, 2, 0),
-        Element("e1m3", 5, 3.75, 3, 1),
-        Element("e2m1", 4, 6.0, 1, 0),
-        Element("e1m2", 4, 3.5, 2, 1),
-        Element("e1m1", 3, 3.0, 1, 1),
-    )
-}
+from pallas_kernels.formats import ELEMENTS, Element
 
 
 def _round(v: jax.Array, noise: jax.Array | None) -> jax.Array:
@@ -107,3 +69,6 @@ def from_codes(element: Element, codes: jax.Array) -> jax.Array:
 def _magnitude_code(element: Element, value: float) -> int:
     e = max(int(np.floor(np.log2(value))), element.min_exponent)
     return ((e - element.min_exponent) << element.mantissa) + int(value / 2.0 ** (e - element.mantissa))
+
+
+__all__ = ["ELEMENTS", "Element", "from_codes", "to_codes"]

@@ -9,36 +9,11 @@ Dim letters: B block.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROTATIONS = ("none", "hadamard", "signed_hadamard")
-
-
-@functools.cache
-def hadamard_signs(block: int) -> np.ndarray:
-    """The +-1 Sylvester-Hadamard matrix, float32[B, B]; `block` is a power of two."""
-    h = np.ones((1, 1), np.float32)
-    while h.shape[0] < block:
-        h = np.block([[h, h], [h, -h]])
-    return h
-
-
-@functools.cache
-def block_signs(block: int) -> np.ndarray:
-    """The fixed random signs of `signed_hadamard`, float32[B]: the same on every rank and in every version."""
-    # A 32-bit mix of the index (Wellons' lowbias32) instead of a generator, so that a kernel can compute it too.
-    i = np.arange(1, block + 1, dtype=np.uint64)
-    mask = np.uint64(0xFFFFFFFF)
-    i ^= i >> np.uint64(16)
-    i = (i * np.uint64(0x7FEB352D)) & mask
-    i ^= i >> np.uint64(15)
-    i = (i * np.uint64(0x846CA68B)) & mask
-    i ^= i >> np.uint64(16)
-    return np.where(i & np.uint64(1), -1.0, 1.0).astype(np.float32)
+from pallas_kernels.formats import block_signs, hadamard_signs
 
 
 def _transform(x: jax.Array) -> jax.Array:

@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import block_scale, wire
-from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
+from taco_jax.codec.elements import from_codes, to_codes
 from taco_jax.codec.hadamard import rotate, unrotate
 
 ELEMENT = "int3_4"

@@ -13,22 +13,10 @@ Dim letters: M blocks, B block.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-SECTION_BYTES = 128
-MESSAGE_BYTES = 1024
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def packing_parts(bits: int) -> int:
-    """Equal parts of a block whose elements share bytes."""
-    return 8 // math.gcd(8, bits)
+from pallas_kernels.formats import SECTION_BYTES, packing_parts, round_up, section_offsets
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
@@ -80,15 +68,6 @@ def join_bytes(planes: list[jax.Array]) -> jax.Array:
     for i, plane in enumerate(planes[1:], 1):
         words = words | plane.astype(jnp.uint32) << (8 * i)
     return words
-
-
-def section_offsets(lengths: list[int]) -> tuple[list[int], int]:
-    """Where each section of a message starts, and the message's length in bytes."""
-    offsets, end = [], 0
-    for length in lengths:
-        offsets.append(end)
-        end = round_up(end + length, SECTION_BYTES)
-    return offsets, round_up(end, MESSAGE_BYTES)
 
 
 def assemble(sections: list[jax.Array]) -> jax.Array:

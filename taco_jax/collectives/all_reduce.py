@@ -12,6 +12,10 @@ One-shot has one hop, and each rank sends P-1 messages' worth of bytes. With two
 two-shot in one hop. The own term is quantised and decoded like every other, so all ranks sum the same values and end
 bit-identical.
 
+A residual, for `error_feedback.py`, is what the wires lost of this rank's part. Nothing is sent for it: a rank has the
+wires that it sent, and in two-shot the owner of a share has the sum that it encoded. It costs a decoding of the own
+wires, and in two-shot 1/P of a reduction.
+
 Dim letters: P ranks (shares), N elements of a share, S elements of x.
 """
 
@@ -21,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.collectives import residuals
 from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import to_varying
 from taco_jax.collectives.message import Message, merge
@@ -54,7 +57,7 @@ def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     message.record("psum", x.size, x.dtype, hops)
     y = (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)).reshape(x.shape)
     if message.feedback:
-        error_S = residuals.of_wires(message, chunks, own, x_S, exponent)
+        error_S = residual_of_wires(message, chunks, own, x_S, exponent)
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -77,7 +80,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
             with_stats=message.with_stats, backend=message.backend,
         )  # fmt: skip
         if message.feedback:
-            lost.append(residuals.of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
+            lost.append(residual_of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
@@ -86,7 +89,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     gathered = yield gathered
     y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
     if message.feedback:
-        error_S = residuals.of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
+        error_S = residual_of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -105,3 +108,28 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     ]
     message.record("psum_scatter", p * n, x_PN.dtype, hops)
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces), merge(measures)
+
+
+def residual_of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, share=None) -> jax.Array:
+    """Returns x - decode(own wires), x's dtype[S].
+
+    own: the wires of each chunk. share: (rank, residuals of each of its chunks) where the own share of x did not go
+    through the wires.
+    """
+    decoded_S = dispatch.decode_chunks(message.codec, chunks, own, x_S.dtype, exponent, backend=message.backend)
+    error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)
+    if share is None:
+        return error_S
+    (rank, lost), (p, n) = share, (chunks[0].messages, chunks[0].distance)
+    lost_N = lost[0] if len(lost) == 1 else jnp.concatenate(lost)
+    # Written where it belongs, so that no other share is copied; the last share may be longer than what is left of x.
+    error_S = jnp.pad(error_S, (0, p * n - x_S.size)) if p * n > x_S.size else error_S
+    return lax.dynamic_update_slice(error_S, lost_N, (rank * n,))[: x_S.size]
+
+
+def residual_of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
+    """Returns the sum of a chunk of the own share less what its wire says, x's dtype[chunk]."""
+    codec, options = message.codec, {"backend": message.backend}
+    sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, **options)
+    said_N = dispatch.sum_decode(codec, wire[None], geometry.per_message, x_S.dtype, exponent, **options)
+    return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)

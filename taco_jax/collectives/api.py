@@ -29,7 +29,7 @@ from taco_jax.collectives.manual_region import AxisName, axis_tuple, permute, to
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
 from taco_jax.compat import varying_axes
-from taco_jax.compression.compression import as_integer
+from taco_jax.compression.compression import as_integer, refuse_options
 
 SUMS = ("psum", "copy")  # whose messages are all-reduces
 # What collectives once took beside `compression`; all but the first two are fields of it.
@@ -42,22 +42,10 @@ def new_spelling(collective):
 
     @functools.wraps(collective)
     def checked(*args, **kwargs):
-        old = {key: kwargs[key] for key in OLD_SPELLINGS if key in kwargs}
-        if old:
-            given = ", ".join(f"{key}={value!r}" for key, value in old.items())
-            raise TypeError(f"{collective.__name__}: {given}: options are one object now: {_as_compression(old)}")
+        refuse_options(collective.__name__, kwargs, OLD_SPELLINGS)
         return collective(*args, **kwargs)
 
     return checked
-
-
-def _as_compression(old: dict) -> str:
-    """compression=... in the place of the old options."""
-    codec = repr(old.get("codec", "taco"))
-    if set(old) == {"codec"}:
-        return f"compression={codec}"
-    fields = {"backward" if key == "backward_codec" else key: value for key, value in old.items() if key != "codec"}
-    return f"compression=Compression({', '.join([codec, *(f'{key}={value!r}' for key, value in fields.items())])})"
 
 
 @new_spelling
@@ -247,7 +235,7 @@ def _check_tokens(name, x, call: Call, dims: tuple[int, ...]) -> None:
 
 
 def _nothing(operation, x):
-    """What the operation makes of an empty array, without a collective: XLA on CPU crashes in some (jax 0.11)."""
+    """Returns what the operation makes of an empty array, without a collective: XLA on CPU crashes in some (jax 0.11)."""
     shape = jax.eval_shape(lambda x: apply(operation, x, None, None, None), x).shape
     invarying = operation.name == "psum" or operation.to == "invarying"
     varying = varying_axes(x).difference(axis_tuple(operation.forward.axis)) if invarying else varying_axes(x)

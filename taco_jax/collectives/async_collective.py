@@ -37,7 +37,7 @@ class AsyncCollective:
         return value
 
     def done(self) -> tuple[jax.Array, Any]:
-        """What is left of it, with nothing beside: (result, measure)."""
+        """Finishes it, with nothing beside; returns (result, measure)."""
         while self._result is None:
             self._next(self._arrays)
         return self._result

@@ -42,7 +42,8 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What one device sends inside its host ("inside") or to other hosts ("between"), among `ranks`; bytes a call."""
+    """Bytes that one device sends inside its host ("inside") or to other hosts ("between"), among `ranks`; bytes a
+    call."""
 
     name: str
     ranks: int
@@ -109,11 +110,10 @@ class Table:
         return sum(r.bytes for r in rows), sum(r.bytes_bf16 for r in rows)
 
     def by_axis(self) -> dict[str, list[Row]]:
-        """All rows by mesh axis: "tp", "pp", "dp" (its levels too), and "several" where a message goes over more."""
+        """All rows by mesh axis: "tp", "pp", "dp", and "several" where a message goes over more."""
         found: dict[str, list[Row]] = {}
         for row in self.rows():
-            axes = {axis.partition("_")[0] for axis in row.axis}
-            found.setdefault(axes.pop() if len(axes) == 1 else "several", []).append(row)
+            found.setdefault(row.axis[0] if len(row.axis) == 1 else "several", []).append(row)
         order = ("tp", "pp", "dp", "several")
         return {axis: found[axis] for axis in sorted(found, key=lambda axis: order.index(axis))}
 
@@ -134,7 +134,7 @@ class Table:
 
 
 def _what(row: Row) -> str:
-    """What a message carries, for `Table.codecs`; "" for scalars, norm weights and the like."""
+    """Returns what a message carries, for `Table.codecs`; "" for scalars, norm weights and the like."""
     if row.kind == "activation":
         return row.direction
     if row.kind == "gradient" or row.site == GRADIENTS:
@@ -166,7 +166,7 @@ def recording() -> bool:
 
 @contextlib.contextmanager
 def repeat(n: int) -> Iterator[None]:
-    """What is traced inside the block runs n times (nested blocks multiply)."""
+    """Counts what is traced inside the block n times (nested blocks multiply)."""
     token = _calls.set(_calls.get() * n)
     try:
         yield
@@ -198,7 +198,8 @@ def marked(kind: str, direction: str) -> Iterator[None]:
 
 
 def current_calls(direction: str = "backward") -> int:
-    """How often a collective traced now runs per step. Forward rules keep it for backward rules, traced much later."""
+    """Returns how often a collective traced now runs per step. Forward rules keep it for backward rules, traced much
+    later."""
     return _calls.get() * (_forward_again.get() if direction == "forward" else 1)
 
 

@@ -77,7 +77,7 @@ def psum_with_feedback(
 
 
 def loses(shape: tuple[int, ...], dtype, axis_name: AxisName, *, compression) -> bool:
-    """Whether `psum_with_feedback` of an x of this shape and dtype leaves an error."""
+    """Returns whether `psum_with_feedback` of an x of this shape and dtype leaves an error."""
     call = _check_call("loses", axis_name, compression)
     return _loses(call.message(Label(), shape, math.prod(shape) * np.dtype(dtype).itemsize))
 

@@ -160,7 +160,7 @@ def _two_shot(levels: _Levels, chunks, sums):
 
 
 def _exchange(levels: _Levels, chunks, sums):
-    """As `_two_shot`, in one hop: all hosts add up the same wires and encode the same sums, in the codec inside."""
+    """Does as `_two_shot` in one hop: all hosts add up the same wires and encode the same sums, in the codec inside."""
     outer, inner, gathered, measures, sent = levels.outer, levels.inner, [], [], []
     for k, x_S in enumerate(sums):
         wires, measure = levels.encode_outer(Geometry(x_S.size, 1, x_S.size), x_S, 0, k)

@@ -1,4 +1,4 @@
-"""What the collectives ask of the region they are traced in, and the casts between varying and invarying values.
+"""Rules that the collectives set of the region they are traced in, and the casts between varying and invarying values.
 
 Every differentiable entry needs `jax.shard_map` that is manual over ALL mesh axes, with check_vma=True. Without the
 type system the same custom_vjp gives weight gradients that are exactly 1/P of the truth while every forward test

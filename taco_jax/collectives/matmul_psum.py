@@ -73,7 +73,7 @@ def copy_product(x, w, axis_name, *, compression, precision=None, site="copy", s
 
 
 def takes(product: Product, x, w) -> bool:
-    """Whether x [..., K] @ w and its sum are one kernel; what is chosen is noted (`dispatch.record`)."""
+    """Returns whether x [..., K] @ w and its sum are one kernel; what is chosen is noted (`dispatch.record`)."""
     message, n = product.message, w.shape[0] if product.transposed else w.shape[1]
     m = x.size // x.shape[-1]
     if message.codec.exact or message.ranks == 1 or x.dtype != w.dtype:

@@ -1,4 +1,5 @@
-"""What every hop of a message shares: codec, site scale, keys and the measure that the amax slot receives."""
+"""`Message`: the static part that every hop of a message shares: codec, site scale, keys and the measure that the amax
+slot receives."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats import ELEMENTS, UNCALIBRATED
 from taco_jax.codec import Codec, tah
-from taco_jax.codec.block_scale import UNCALIBRATED
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.collectives import comm_log, topology
 from taco_jax.collectives.manual_region import AxisName, to_varying
 from taco_jax.compression.compression import Compression
@@ -68,7 +68,7 @@ class Message:
 
     @property
     def ranks(self) -> int:
-        """How many ranks exchange the message."""
+        """Returns how many ranks exchange the message."""
         return lax.axis_size(self.axis) if self.group is None else self.group.size
 
     @property
@@ -93,7 +93,7 @@ class Message:
 
     @property
     def in_one_shot(self) -> bool:
-        """Whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
+        """Returns whether an all-reduce is one-shot: as asked for, or the exchange of two ranks."""
         return self.algorithm == "one_shot" or (self.algorithm == "auto" and self.ranks == 2)
 
     @property

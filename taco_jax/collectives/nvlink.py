@@ -25,8 +25,8 @@ from jax.interpreters import batching, mlir
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
 from pallas_kernels.dispatch import region_device
+from pallas_kernels.formats import round_up
 from pallas_kernels.nvlink import hardware
-from taco_jax.codec.wire import round_up
 from taco_jax.collectives import all_reduce, comm_log
 from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import axis_tuple, to_varying
@@ -37,7 +37,8 @@ from taco_jax.compression import dispatch
 
 
 def takes(message: Message, operation: str, x: jax.Array) -> bool:
-    """Whether a message goes over NVLink in one kernel. operation: all_reduce, reduce_scatter or all_gather of x.
+    """Returns whether a message goes over NVLink in one kernel. operation: all_reduce, reduce_scatter or all_gather of
+    x.
 
     Raises KernelUnavailableError where that is forced and cannot be.
     """
@@ -168,7 +169,7 @@ def run(message: Message, fused: Callable, separate: Callable, operands, exponen
 
 
 def _whole(message: Message, size: int) -> int:
-    """Of `size` elements those in whole groups of 8 rows."""
+    """Returns how many of `size` elements are in whole groups of 8 rows."""
     group = _group(message)
     return size // group * group
 

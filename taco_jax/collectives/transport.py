@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import Geometry
+from pallas_kernels.formats import round_up
 from taco_jax.codec import Codec
-from taco_jax.codec.wire import round_up
 from taco_jax.collectives.manual_region import permute
 from taco_jax.collectives.message import Hops, Message
 from taco_jax.compat import barrier

@@ -1,2 +1,2 @@
-"""What goes how: compression: `Compression`, the options of a message, and `Plan`. site_scales: the state of site
+"""How messages are sent. compression: `Compression`, the options of a message, and `Plan`. site_scales: the state of site
 scales. tuned: what was measured on a link. dispatch: which kernel, or the jnp codec, encodes and decodes."""

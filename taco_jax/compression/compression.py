@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import operator
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec, check_choice
+from taco_jax.errors import did_you_mean
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
 SHOTS = ALGORITHMS[1:3]
@@ -92,7 +92,8 @@ class Compression:
       with_product: a layer's sum goes into the kernel of the product before it, where it goes over NVLink and both can
         (`taco_jax.collectives.matmul_psum`). Collectives by themselves ignore it.
       error_feedback: a decoder's row-parallel sum takes the error of the one before it along, and leaves its own to the
-        next (`taco_jax.collectives.error_feedback`). Collectives by themselves ignore it.
+        next (`taco_jax.collectives.error_feedback`). Collectives by themselves ignore it. None: no, but that inference
+        uses it with codecs below 8 bits where sums can.
 
     Raises:
       ValueError, TypeError: a value that cannot be, in one line that names the field and what is valid.
@@ -110,7 +111,7 @@ class Compression:
     between_hosts: str | Codec | None = None
     ranks_per_host: int | None = None
     with_product: bool = False
-    error_feedback: bool = False
+    error_feedback: bool | None = None
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
@@ -127,9 +128,9 @@ class Compression:
             check_choice(key, getattr(self, key), valid)
         for key, rule in INTEGERS.items():
             put(key, _integer_or_none(key, getattr(self, key), *rule))
-        for key in ("with_product", "error_feedback"):
-            if not isinstance(getattr(self, key), bool):
-                raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False")
+        for key, valid, rule in (("with_product", bool, ""), ("error_feedback", bool | None, ", or None")):
+            if not isinstance(getattr(self, key), valid):
+                raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False{rule}")
         self._check_between_hosts()
         if self.error_feedback:
             check_feedback(self)
@@ -149,6 +150,12 @@ class Compression:
             )
             raise ValueError(f"{given}{rule}between_hosts out")
 
+    @classmethod
+    def of_fields(cls, settings: object, **changes) -> Compression:
+        """Returns the compression that takes each field that `settings` has of the same name, and the changes."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)} | changes)
+
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         """The codecs of the forward and of the backward message."""
@@ -160,28 +167,47 @@ class Compression:
         return None if self.between_hosts is None else as_codec(self.between_hosts)
 
     @property
+    def can_feed_back(self) -> bool:
+        """Returns whether sums sent in this way leave an error that a later one can take along."""
+        return not self.with_product and all(getattr(self, key) in valid for key, valid in FEEDBACK.items())
+
+    @property
     def is_exact(self) -> bool:
-        """Whether both directions are jax.lax's own."""
+        """Returns whether both directions are jax.lax's own."""
         return all(codec.exact for codec in self.codecs)
 
 
 EXACT = Compression("none")
 
 
+def codec_pair(text: str, key: str = "compression") -> tuple[str, str]:
+    """Returns the (forward, backward) codecs of "CODEC", for both directions, or of "FORWARD:BACKWARD".
+
+    Raises:
+      ValueError: a text that is no codec to `as_codec`, or an empty one beside a colon; it begins with `key`.
+    """
+    forward, colon, backward = text.partition(":")
+    if colon and not (forward and backward):
+        raise ValueError(
+            f"{key}={text!r}: lacks a codec beside ':'; must be CODEC or FORWARD:BACKWARD, such as taco:int8h"
+        )
+    for codec in (forward, backward) if colon else (forward,):
+        as_codec(codec, key)
+    return forward, backward or forward
+
+
 def as_compression(compression: str | Codec | Compression | None, key: str = "compression") -> Compression | None:
     """Returns the Compression of a `Compression`, a codec or a text; None where it sends everything exactly.
 
-    A text is "CODEC" for both directions or "FORWARD:BACKWARD", each as of `as_codec`.
+    A text is one of `codec_pair`.
 
     Raises:
       ValueError: a text that names no codec; it begins with `key`.
       TypeError: something else.
     """
     if isinstance(compression, str):
-        forward, colon, backward = compression.partition(":")
-        for text in (forward, backward) if colon else (forward,):
-            as_codec(text, key)
-        compression = Compression(forward, backward=backward if colon else None)
+        forward, backward = codec_pair(compression, key)
+        compression = Compression(forward, backward=backward)
     elif isinstance(compression, Codec):
         compression = Compression(compression)
     elif not isinstance(compression, Compression | None):
@@ -204,6 +230,23 @@ def without_key(compression: Compression | None) -> Compression | None:
     return compression
 
 
+def refuse_options(entry: str, given: Mapping[str, object], options: Iterable[str]) -> None:
+    """Raises TypeError, with the new spelling, where keyword arguments are options once taken beside `compression`."""
+    old = {key: given[key] for key in options if key in given}
+    if old:
+        text = ", ".join(f"{key}={value!r}" for key, value in old.items())
+        codec = old.pop("codec", given.get("compression") or "taco")
+        raise TypeError(f"{entry}: {text}: options are one object now: {_spelled(codec, old)}")
+
+
+def _spelled(codec: object, fields: dict) -> str:
+    """Returns the text compression=... of a codec and fields, some of them by their old names."""
+    if not fields:
+        return f"compression={codec!r}"
+    given = [f"{'backward' if key == 'backward_codec' else key}={value!r}" for key, value in fields.items()]
+    return f"compression=Compression({', '.join([repr(codec), *given])})"
+
+
 class Plan:
     """Patterns of site names -> Compression (or what `as_compression` takes). The first match wins.
 
@@ -222,10 +265,10 @@ class Plan:
         names = list(site_names)
         for pattern in self.rules:
             if not [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
-                near = difflib.get_close_matches(pattern, names, 1, 0.3)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = did_you_mean(pattern, names, otherwise="", cutoff=0.3)
                 if pattern.startswith(("pp/", "dp/")):
-                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients; "
+                    hint = "stages have pipeline.forward and .backward, gradients data_parallel.gradients;"
+                hint = f"{hint} " if hint else ""
                 raise ValueError(f"plan pattern {pattern!r} matches no site: {hint}sites are {', '.join(names)}")
         return {name: self._lookup(name) for name in names}
 

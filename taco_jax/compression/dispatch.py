@@ -62,7 +62,7 @@ def without_format(codec: Codec) -> str | None:
 
 
 def _block(codec: Codec) -> int | str:
-    """As the choice of a kernel takes it."""
+    """Returns the block as the choice of a kernel takes it."""
     return TOKEN if codec.per_token else codec.block
 
 
@@ -93,7 +93,7 @@ def choose(
 
 
 def implementation(codec: Codec, operation: str, dtype, elements: int, backend="auto", geometry=None) -> str:
-    """What runs an operation in the region that is being traced."""
+    """Returns what runs an operation in the region that is being traced."""
     choice = choose(
         codec, region_device(), dtype, elements, operation=operation, backend=backend, geometry=geometry
     )  # fmt: skip

@@ -20,15 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats import UNCALIBRATED
 from taco_jax.codec import STATS
-from taco_jax.codec.block_scale import UNCALIBRATED, ceil_log2, largest_magnitude
+from taco_jax.codec.block_scale import ceil_log2, largest_magnitude
 
 STATS_WIDTH = len(STATS)
 SLOT_NAME = "amax_slot"  # of a layer's variable; `update_scales` knows slots by it
 
 
 class SiteScales(NamedTuple):
-    """What one use of a site is handed inside the manual region.
+    """Arrays that one use of a site is handed inside the manual region.
 
     exponents: int32[2] (forward, backward), the same on every device; cotangent zero.
     slot: float32[2, K], this device's, zeros; its cotangent is the measure of the use (K = 1: largest scale;
@@ -106,7 +107,7 @@ def update_scales(state: Any, grads: Any) -> Any:
     """New site scales for people who bring their own training loop.
 
     Args:
-      state: NNX: `nnx.state(model, taco_jax.SiteScale)`. Linen: `variables["site_scale"]`. In general any tree in
+      state: NNX: `nnx.state(model, taco_jax.SiteScaleState)`. Linen: `variables["site_scale"]`. In general any tree in
         which every site is a node with leaves `exponents` int32[S, 2] and `history` float32[S, 2, H], like
         `ScaleState`.
       grads: NNX: the gradient with respect to the `AmaxSlot` variables. Linen: that of the "_overwrite_with_gradient"

@@ -1,5 +1,5 @@
-"""What `python -m taco_jax.tune` measured on a machine: from what size a codec pays, in how many chunks, by which
-exchange, and in how many hops a sum is fastest. Read when a collective is traced.
+"""Results that `python -m taco_jax.tune` measured on a machine: from what size a codec pays, in how many chunks, by
+which exchange, and in how many hops a sum is fastest. Read when a collective is traced.
 
     {"NVIDIA H100 80GB HBM3, 4 ranks, host memory": {"taco": {
         "min_bytes": 65536,
@@ -75,7 +75,7 @@ def _of_size(rows, nbytes: int):
 
 
 def describe_sums(sums: tuple[tuple[int, int, str], ...]) -> str:
-    """Which algorithm wins from which size: "one_shot, two_shot from 1,048,576 bytes"."""
+    """Returns which algorithm wins from which size: "one_shot, two_shot from 1,048,576 bytes"."""
     turns = [row for before, row in zip((None, *sums), sums) if before is None or before[2] != row[2]]
     return ", ".join(row[2] + (f" from {row[0]:,} bytes" if i else "") for i, row in enumerate(turns))
 
@@ -92,7 +92,7 @@ def path(platform: str) -> Path | None:
 
 
 def link_label(environment: Mapping[str, str] = os.environ) -> str:
-    """How NCCL's messages move between the GPUs of a host, as far as its settings say."""
+    """Returns how NCCL's messages move between the GPUs of a host, as far as its settings say."""
     disabled = lambda name: environment.get(name, "0") not in ("", "0")
     if not disabled("NCCL_P2P_DISABLE"):
         return "nvlink or pcie p2p"
@@ -219,7 +219,7 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
 
 
 def find(codec_name: str, ranks: int, device=None) -> Tuned | None:
-    """What was measured for a codec, by default on the device that is traced for; None if nothing was."""
+    """Returns what was measured for a codec, by default on the device that is traced for; None if nothing was."""
     device = region_device() if device is None else device
     file = path(device.platform)
     if file is None:
@@ -241,7 +241,7 @@ def default_min_bytes(codec_name: str, ranks: int, device=None, link: str = "aut
 
 
 def in_one_kernel(device, link: str) -> bool:
-    """Whether collectives on such devices may be one kernel over NVLink, as far as the devices decide that."""
+    """Returns whether collectives on such devices may be one kernel over NVLink, as far as the devices decide that."""
     if link == "nccl" or hardware.missing(device.device_kind) is not None:
         return False
     return nvlink.device_obstacle(device) is None

@@ -1,13 +1,26 @@
 """The configuration of a training run, and the command lines.
 
-settings: the dataclasses, a sentence for every field. checks: the rules between fields. cli: flags, errors in one
-line and exit codes of all commands. schedule: the order of work in pipeline stages.
+settings: the dataclasses, a sentence for every field, each with its own rules (rules: those that several share).
+checks: the rules between them. derived: settings that follow from others. schedule: the order of work in pipeline
+stages. flags: a flag for every field. cli: what all commands run under, errors in one line and exit codes.
+device_selection: the value of `--devices`.
 """
 
+from taco_jax.config.derived import (
+    flatten,
+    get,
+    keys,
+    microbatch,
+    pipeline_schedule,
+    sequence_parallel,
+    to_dict,
+    with_codecs,
+    with_compression,
+)
+from taco_jax.config.device_selection import parse_devices
 from taco_jax.config.settings import (
     CheckpointConfig,
     CompressionConfig,
-    ConfigError,
     DataConfig,
     DataParallelConfig,
     EvalConfig,
@@ -17,20 +30,9 @@ from taco_jax.config.settings import (
     OptimizerConfig,
     PipelineConfig,
     TrainConfig,
-    codec_pair,
-    flatten,
-    get,
-    keys,
-    microbatch,
-    nearest,
-    parse_devices,
-    pipeline_schedule,
-    sequence_parallel,
     site_compression,
-    to_dict,
-    with_codecs,
-    with_compression,
 )
+from taco_jax.errors import ConfigError
 
 __all__ = [
     "CheckpointConfig",
@@ -45,12 +47,10 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "TrainConfig",
-    "codec_pair",
     "flatten",
     "get",
     "keys",
     "microbatch",
-    "nearest",
     "parse_devices",
     "pipeline_schedule",
     "sequence_parallel",

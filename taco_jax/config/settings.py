@@ -1,44 +1,35 @@
 """The configuration of a training run: frozen dataclasses, every field with the sentence that `--help` shows.
 
 `TrainConfig` is what an experiment file assigns to its module-level name `config`, what the command line overrides
-(`taco_jax.config.cli`) and what a workdir keeps as `config.json`. `taco_jax.config.checks` has the rules between
-fields. Nothing here starts a JAX backend.
+(`taco_jax.config.flags`) and what a workdir keeps as `config.json`. Each dataclass checks its own fields where it is
+made; `taco_jax.config.checks` has the rules between several. Nothing here starts a JAX backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import re
-from collections.abc import Iterable
+import math
 from typing import Any
 
-from taco_jax.compression.compression import Compression
-from taco_jax.config.schedule import Schedule
+from taco_jax.codec import as_codec
+from taco_jax.compression.compression import Compression, codec_pair, without_key
+from taco_jax.config.rules import Checked
+from taco_jax.config.schedule import SCHEDULES
+from taco_jax.errors import ConfigError, listed
 from taco_jax.models.config import ModelConfig
 
-MAX_EMULATED = 4096  # devices on the CPU: each takes threads, and XLA starts all of them
-# Tokens of a sequence from which sequence parallelism is on by itself. It saves the same share of the memory at any
-# length (experiments/results/sequence_parallel), which is worth little where activations are small, and its messages
-# are more and smaller: what they cost GPUs in time has not been measured.
-LONG_SEQUENCE = 2048
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. Its message is one line: key, value, rule, what would work. Exit code 2."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "did you mean 'x'?" for the closest of `known`, or all of them when none is close."""
-    known = [str(k) for k in known]
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+ATTENTION = (None, "xla", "cudnn")
+COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
+DISTRIBUTED = ("auto", "slurm", "env", "off")
+REMAT = ("none", "full", "dots")
+TOKEN_DTYPES = ("auto", "uint16", "uint32")
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """Sizes of the three mesh axes; their product is the number of devices used."""
+
+    PREFIX = "mesh."
 
     dp: int = 1
     """Data-parallel axis: copies of the model that each see another part of the batch."""
@@ -53,10 +44,35 @@ class MeshConfig:
     def size(self) -> int:
         return self.dp * self.pp * self.tp
 
+    def check_fields(self) -> None:
+        self.at_least(1, "dp", "pp", "tp")
+        self.at_least(1, "devices_per_host", or_none=" for what JAX says")
+        hosts, size = self.devices_per_host, self.size
+        fits = hosts is None or hosts >= size or size % hosts == 0
+        rule = f"must divide the {size} devices of the mesh (dp x pp x tp), else hosts' ranks are in no order; try "
+        self.require(fits, "devices_per_host", rule + listed(divisors(size)))
+
+
+def site_compression(config: Any, codecs: str | None = None, key: str = "codecs", **changes: Any) -> Compression:
+    """Returns how a site is compressed: the config's own fields, in the codecs "FORWARD[:BACKWARD]" if some are given.
+
+    Raises:
+      ConfigError: what no `Compression` can be. It names the field of `compression`, or `key` for the codecs.
+    """
+    try:
+        if codecs is not None:
+            changes["forward"], changes["backward"] = codec_pair(codecs, key)
+        return without_key(Compression.of_fields(config, **changes))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"compression.{error}") from None
+
 
 @dataclasses.dataclass(frozen=True)
-class CompressionConfig:
+class CompressionConfig(Checked):
     """How the tensor-parallel messages are written as bytes."""
+
+    PREFIX = "compression."
+    LARGE = ("min_bytes",)
 
     forward: str = "taco"
     """Codec of the activations: taco, int8h... (docs/codecs.md), or with fields changed, int4h,block=32; or none."""
@@ -87,10 +103,23 @@ class CompressionConfig:
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites: pairs PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h:int6h; first match wins."""
 
+    def check_fields(self) -> None:
+        self.at_least(1, "history")
+        self.at_least(0, "calibration_steps")
+        site_compression(self)
+        for pattern, codecs in self.plan.items():
+            if not (isinstance(pattern, str) and isinstance(codecs, str)):
+                raise ConfigError(
+                    f"compression.plan {pattern!r}: {codecs!r}: both must be texts, such as 'layers/*': 'taco:int8h'"
+                )
+            site_compression(self, codecs, f"plan {pattern!r}")
+
 
 @dataclasses.dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Checked):
     """How microbatches go through the stages of mesh.pp > 1, and how what the stages send is written as bytes."""
+
+    PREFIX = "pipeline."
 
     schedule: str = "gpipe"
     """Order of the work: gpipe, circular (several chunks of layers a stage) or 1f1b (bounded memory, recomputes)."""
@@ -103,10 +132,20 @@ class PipelineConfig:
     backward: str | None = None
     """Codec of the activations' gradients sent back; None: e4m3h, or none (exact) where both of compression are."""
 
+    def check_fields(self) -> None:
+        self.at_least(1, "microbatches", "chunks")
+        self.one_of("schedule", SCHEDULES)
+        try:
+            without_key(Compression(self.forward, backward=self.backward or "none"))
+        except ValueError as error:
+            raise ConfigError(f"pipeline.{error}") from None
+
 
 @dataclasses.dataclass(frozen=True)
-class DataParallelConfig:
-    """What data-parallel ranks send each other, and what each of them holds."""
+class DataParallelConfig(Checked):
+    """Messages of data-parallel ranks, and the part of the state that each of them holds."""
+
+    PREFIX = "data_parallel."
 
     gradients: str | None = None
     """Codec of the gradients' sum over dp: sdp4 (int4h between hosts)...; None: int8h, none where compression is."""
@@ -117,10 +156,25 @@ class DataParallelConfig:
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
 
+    def check_fields(self) -> None:
+        for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):
+            self.codec(key, others=(other,))
+            value = getattr(self, key)
+            codec = as_codec(None if value == other else value)
+            rule = "has one scale a token, and gradients and weights have no tokens; use 'int8h'"
+            self.require(not codec.per_token, key, rule)
+            rule = "gradients and weights have no key to draw noise with; use rounding=nearest"
+            self.require(codec.rounding == "nearest", key, rule)
+        rule = "without data_parallel.zero1 no weights are sent; set data_parallel.zero1, or leave it at 'none'"
+        self.require(self.parameters == "none" or self.zero1, "parameters", rule)
+        self.above_0("bucket_mb", more=", for example 256")
+
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Where the tokens come from."""
+
+    PREFIX = "data."
 
     train: str = "austen"
     """'austen' (the packaged corpus), a text file (.txt, .txt.xz: read as bytes) or a token file (.bin)."""
@@ -135,10 +189,18 @@ class DataConfig:
     prefetch: int = 2
     """Batches that are read ahead while a step runs; 0 reads in the training thread."""
 
+    def check_fields(self) -> None:
+        self.require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1")
+        self.at_least(1, "sequence_length")
+        self.one_of("token_dtype", TOKEN_DTYPES)
+        self.at_least(0, "prefetch")
+
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW with warm-up and a cosine."""
+
+    PREFIX = "optimizer."
 
     learning_rate: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
@@ -165,10 +227,30 @@ class OptimizerConfig:
         given = self.min_learning_rate
         return self.learning_rate * self.min_learning_rate_ratio if given is None else given
 
+    def check_fields(self) -> None:
+        self.above_0("learning_rate", "eps")
+        self.at_least(0, "warmup_steps")
+        for key in ("min_learning_rate", "weight_decay"):
+            value = getattr(self, key)
+            self.require(value is None or 0 <= value < math.inf, key, "must be 0 or more and finite")
+        rule = "must be from 0 to 1, the share of learning_rate at the last step"
+        self.require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", rule)
+        for key in ("beta1", "beta2"):
+            self.require(0 <= getattr(self, key) < 1, key, "must be at least 0 and below 1")
+        rule = (
+            f"must not exceed learning_rate={self.learning_rate}; None makes it a share of that, "
+            f"min_learning_rate_ratio={self.min_learning_rate_ratio}"
+        )
+        self.require(self.floor <= self.learning_rate, "min_learning_rate", rule)
+        clip = self.clip_norm
+        self.require(clip is None or clip > 0, "clip_norm", "must be above 0, or None for no clipping")
+
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """What is saved, and how often."""
+class CheckpointConfig(Checked):
+    """Contents and intervals of checkpoints."""
+
+    PREFIX = "checkpoint."
 
     enabled: bool = True
     """Save checkpoints; without it a run cannot be resumed."""
@@ -179,10 +261,16 @@ class CheckpointConfig:
     resume_step: int | None = None
     """Step to resume from; None takes the latest. Later checkpoints of the workdir are set aside, not deleted."""
 
+    def check_fields(self) -> None:
+        self.at_least(1, "every")
+        self.at_least(1, "keep", or_none=" to keep all")
+
 
 @dataclasses.dataclass(frozen=True)
-class MetricsConfig:
-    """What is measured and where it goes."""
+class MetricsConfig(Checked):
+    """Measurements and where they go."""
+
+    PREFIX = "metrics."
 
     every: int = 1
     """Steps between step lines and records in metrics.jsonl."""
@@ -193,20 +281,32 @@ class MetricsConfig:
     wandb: bool = False
     """Also log to Weights & Biases (extra 'wandb')."""
 
+    def check_fields(self) -> None:
+        self.at_least(1, "every")
+        self.at_least(0, "snr_every")
+
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Checked):
     """Validation loss."""
+
+    PREFIX = "evaluation."
 
     every: int = 500
     """Steps between validations; the last step is always validated."""
     batches: int | None = None
     """Validation batches each time; None takes all of the validation data, 0 switches validation off."""
 
+    def check_fields(self) -> None:
+        self.at_least(1, "every")
+        self.require(self.batches is None or self.batches >= 0, "batches", "must be 0 or more, or None for all")
+
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """Train a language model with compressed tensor parallelism."""
+
+    LARGE = ("seed",)
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     """The model's shape."""
@@ -269,136 +369,18 @@ class TrainConfig:
     gpu_memory_gb: float = 80.0
     """Memory of one device, in GB of 1e9 bytes, that the dry run compares with."""
 
-
-def microbatch(config: TrainConfig) -> int:
-    """Sequences that go through a layer at once on one device, all chains together."""
-    schedule = pipeline_schedule(config)
-    parts = config.mesh.dp * config.accumulation * (1 if schedule is None else schedule.microbatches)
-    return config.global_batch // parts
-
-
-def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
-    """Whether activations between layers are cut along the sequence, and why.
-
-    A psum_scatter and an all_gather then take the place of each all-reduce, with its bytes; what a rank sends to the
-    next stage, and what the backward pass keeps of norms and residuals, is 1 / tp. With remat that is hardly anything:
-    it keeps what messages brought, so that none is sent twice, and what an all_gather brings is whole. Where tp is 2 a
-    value is quantised twice instead of once.
-    """
-    length, tp = config.data.sequence_length, config.mesh.tp
-    if config.sequence_parallel is not None:
-        return config.sequence_parallel, "as configured"
-    if tp == 1:
-        return False, "tp is 1"
-    if length % tp:
-        return False, f"tp {tp} does not divide the {length} tokens of a sequence"
-    if config.chains > 1:
-        return False, "chains put messages beside products for whole sequences only"
-    if config.compression.with_product:
-        return False, "sums in the kernels of their products are of whole sequences"
-    if config.compression.error_feedback:
-        return False, "sums with error feedback are of whole sequences"
-    if config.mesh.pp > 1:
-        return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
-    if config.remat != "none":
-        return False, f"remat {config.remat} leaves little memory to save"
-    if length < LONG_SEQUENCE:
-        return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}"
-    return True, f"{length} tokens a sequence: what is kept between layers takes 1/{tp} of the memory"
+    def check_fields(self) -> None:
+        self.at_least(1, "steps", "global_batch", "accumulation", "chains")
+        self.at_least(1, "max_skipped_in_a_row", "distributed_timeout", "heartbeat_timeout")
+        self.at_least(1, "stop_after", "loss_chunk", or_none="")
+        self.at_least(0, "seed")
+        self.require(self.seed < 1 << 32, "seed", "must be below 2**32")
+        self.one_of("compute_dtype", COMPUTE_DTYPES)
+        self.one_of("remat", REMAT)
+        self.one_of("attention_implementation", ATTENTION)
+        self.one_of("distributed", DISTRIBUTED)
+        self.above_0("gpu_memory_gb")
 
 
-def pipeline_schedule(config: TrainConfig) -> Schedule | None:
-    """The schedule of a run's pipeline; None where mesh.pp is 1. Only circular has several chunks."""
-    p, stages = config.pipeline, config.mesh.pp
-    chunks = p.chunks if p.schedule == "circular" else 1
-    return None if stages == 1 else Schedule(p.schedule, stages, p.microbatches, chunks)
-
-
-def site_compression(config: CompressionConfig, codecs: str | None = None, **changes) -> Compression:
-    """How a site is compressed: the config's own fields, in the codecs "FORWARD[:BACKWARD]" if some are given.
-
-    Raises:
-      ValueError: as `Compression`.
-    """
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Compression)
-             if hasattr(config, field.name)}  # fmt: skip
-    if codecs is not None:
-        changes["forward"], changes["backward"] = codec_pair(codecs)
-    return Compression(**given | changes)
-
-
-def codec_pair(text: str) -> tuple[str, str]:
-    """The (forward, backward) codecs of a plan entry: "int8h:int6h", or one for both directions."""
-    forward, _, backward = text.partition(":")
-    return forward, backward or forward
-
-
-def with_compression(config: TrainConfig, codecs: str) -> TrainConfig:
-    """The config with the tensor-parallel codecs FORWARD:BACKWARD (one name: both); none makes every axis exact.
-
-    A plan, which gives single sites their own, stays unless the codecs are none.
-    """
-    forward, backward = codec_pair(codecs)
-    compression = dataclasses.replace(config.compression, forward=forward, backward=backward)
-    if (forward, backward) != ("none", "none"):
-        return dataclasses.replace(config, compression=compression)
-    return dataclasses.replace(
-        config,
-        compression=dataclasses.replace(compression, plan={}, between_hosts=None, error_feedback=False),
-        pipeline=dataclasses.replace(config.pipeline, forward="none", backward="none"),
-        data_parallel=dataclasses.replace(config.data_parallel, gradients="none", parameters="none"),
-    )
-
-
-def with_codecs(config: TrainConfig) -> TrainConfig:
-    """The config with a codec in the place of each None. Codecs none over tp alone would be no exact run."""
-    exact = (config.compression.forward, config.compression.backward) == ("none", "none")
-
-    def fill(part: Any, **codecs: str) -> Any:
-        left = {key: "none" if exact else codec for key, codec in codecs.items() if getattr(part, key) is None}
-        return dataclasses.replace(part, **left)
-
-    return dataclasses.replace(
-        config,
-        pipeline=fill(config.pipeline, forward="int8_token", backward="e4m3h"),
-        data_parallel=fill(config.data_parallel, gradients="int8h"),
-    )
-
-
-def parse_devices(devices: str | None) -> tuple[str | None, int | None]:
-    """(platform, count) of a `devices` value: "cpu:8" -> ("cpu", 8), "gpu" -> ("gpu", None), None -> (None, None)."""
-    if devices is None:
-        return None, None
-    match = re.fullmatch(r"(cpu|gpu|cuda)|cpu:([1-9]\d*)", devices)
-    if not match:
-        raise ConfigError(f"devices={devices!r}: must be 'cpu:N' (N emulated devices), 'cpu' or 'gpu'; try 'cpu:8'")
-    count = int(match[2]) if match[2] else None
-    if count is not None and count > MAX_EMULATED:
-        raise ConfigError(f"devices={devices!r}: at most {MAX_EMULATED} devices are emulated; try 'cpu:8'")
-    return (match[1] or "cpu").replace("gpu", "cuda"), count
-
-
-def get(config: Any, key: str) -> Any:
-    """The value of a dotted key, such as "mesh.tp"."""
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """The config as nested dicts of plain values, as `config.json` has it."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"mesh": {"tp": 4}} -> {"mesh.tp": 4}; a dict of free keys (a plan) stays one value."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        nested = isinstance(value, dict) and not name == "plan"
-        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat
-
-
-def keys(config: Any, prefix: str = "") -> list[str]:
-    """Every dotted key of a config dataclass."""
-    return list(flatten(to_dict(config)))
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

@@ -1,8 +1,7 @@
 """Training data: the packaged corpus and text files as bytes, token files, and a resumable iterator of batches."""
 
 from taco_jax.data.loader import Batches, batches, device_batch, evaluation_batches, open_data
-from taco_jax.data.text import CORPORA, read_text
-from taco_jax.data.tokens import DataError, check_ids, open_tokens
+from taco_jax.data.tokens import CORPORA, DataError, check_ids, open_tokens, read_text
 
 __all__ = [
     "CORPORA",

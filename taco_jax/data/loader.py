@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from taco_jax.config import DataConfig, TrainConfig, nearest
-from taco_jax.data.text import CORPORA, read_text
-from taco_jax.data.tokens import DataError, check_ids, open_tokens
+from taco_jax.config import DataConfig, TrainConfig
+from taco_jax.data.tokens import CORPORA, DataError, check_ids, open_tokens, read_text
+from taco_jax.errors import did_you_mean
 
 
 def open_data(config: DataConfig, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +39,7 @@ def _open(name: str, vocab_size: int, dtype: str) -> np.ndarray:
         check_ids(tokens, vocab_size, name)
         return tokens
     if not Path(name).suffix and not Path(name).exists():
-        raise DataError(f"data {name!r}: no such corpus; {nearest(name, CORPORA)} (or the path of a file)")
+        raise DataError(f"data {name!r}: no such corpus; {did_you_mean(name, CORPORA)} (or the path of a file)")
     raise DataError(f"{name}: unknown kind of data file; use .txt, .txt.xz (read as bytes) or .bin (token ids)")
 
 

@@ -1,13 +1,24 @@
-"""Token files: little-endian uint16 or uint32 ids without a header (nanoGPT's `.bin`), mapped into memory."""
+"""Tokens of files.
+
+`.bin` files hold little-endian uint16 or uint32 ids without a header (nanoGPT's); they are mapped into memory. Of text
+files every byte is one id below 256, so no tokenizer is needed.
+
+The packaged corpus "austen" is the text of Jane Austen's six novels (public domain), 3,997,869 bytes. Byte n-grams
+reach 2.39 (bigram) and 1.88 (trigram) nats per byte on it.
+"""
 
 from __future__ import annotations
 
+import lzma
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from taco_jax.config import ConfigError, nearest
+from taco_jax.config import ConfigError
+from taco_jax.errors import did_you_mean
 
+CORPORA = {"austen": "quickstart_austen.txt.xz"}
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = {".u16.bin": "uint16", ".uint16.bin": "uint16", ".u32.bin": "uint32", ".uint32.bin": "uint32"}
 # First int32 of files written for llm.c and modded-nanogpt, which put 256 int32 before the tokens.
@@ -105,7 +116,7 @@ def require_file(path: Path) -> None:
     folder = path.parent
     known = sorted(str(folder / p.name) for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
     hint = (
-        nearest(str(path), known)
+        did_you_mean(str(path), known)
         if 0 < len(known) <= 50
         else f"the folder {folder} " + ("does not exist" if not folder.is_dir() else "holds no such file")
     )
@@ -119,3 +130,21 @@ def _dtype_name(path: Path, vocab_size: int, dtype: str) -> str:
         if path.name.endswith(suffix):
             return name
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def read_text(name: str) -> np.ndarray:
+    """Returns the bytes of a packaged corpus or of a `.txt` or `.txt.xz` file, uint8[n]. Raises DataError."""
+    if name in CORPORA:
+        data = (resources.files("taco_jax.data") / CORPORA[name]).read_bytes()
+        return np.frombuffer(lzma.decompress(data), np.uint8)
+    path = Path(name)
+    require_file(path)
+    data = path.read_bytes()
+    if path.suffix == ".xz" and data:
+        try:
+            data = lzma.decompress(data)
+        except lzma.LZMAError as error:
+            raise DataError(f"{path}: corrupt xz file ({error})") from None
+    if not data:
+        raise DataError(f"{path}: the file is empty")
+    return np.frombuffer(data, np.uint8)

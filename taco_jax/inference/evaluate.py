@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from taco_jax.config import ConfigError, cli, nearest
+from taco_jax.config import ConfigError, cli
+from taco_jax.errors import did_you_mean
+from taco_jax.inference.flags import compression_of
 
 DESCRIPTION = """The loss of a model on a text, exact and with the sums over devices compressed.
 
@@ -52,7 +54,9 @@ def main(args: Sequence[str]) -> int:
         print(f"python -m taco_jax.evaluate perplexity [options]\n\n{DESCRIPTION}")
         return 0
     if command != "perplexity":
-        raise ConfigError(f"{command or 'nothing'!r}: no evaluation of that name; {nearest(command, ['perplexity'])}")
+        raise ConfigError(
+            f"{command or 'nothing'!r}: no evaluation of that name; {did_you_mean(command, ['perplexity'])}"
+        )
     prog = "python -m taco_jax.evaluate perplexity"
     config = cli.parse_flags(PerplexityConfig(), rest, prog=prog, description=DESCRIPTION)
     for key, example in (("model", "path/to/model"), ("text", "book.txt"), ("codec", "mxfp4 int8h")):
@@ -98,9 +102,10 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     ids = ids if config.max_tokens is None else ids[: config.max_tokens + 1]
     if len(ids) < 2:
         raise ConfigError(f"text={config.text}: has {len(ids)} tokens; at least two are needed")
-    options = {"min_bytes": config.min_bytes, "dtype": config.dtype, "error_feedback": config.error_feedback}
-    of_codec = lambda codec, plan: Settings(config.tp, codec, plan, **options)
-    settings = {"none": of_codec("none", {})} | {codec: of_codec(codec, config.plan) for codec in config.codec}
+    settings = {"none": Settings(config.tp, dtype=config.dtype)} | {
+        codec: Settings(config.tp, compression_of(config, codec, "codec"), config.plan, config.dtype)
+        for codec in config.codec
+    }
     try:
         mesh = make_mesh(tp=config.tp)
     except ValueError as error:
@@ -124,7 +129,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
 
 
 def describe(score, exact) -> dict:
-    """What is kept of a codec's Score."""
+    """Returns what is kept of a codec's Score."""
     sites = {
         site: {
             "bits": bits,

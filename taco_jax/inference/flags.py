@@ -1,9 +1,12 @@
-"""The settings that every command with a `Generator` has, and the generator that they make. Imports no jax."""
+"""The flags that every command with a `Generator` has, and the `Compression` and `Generator` that they make."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from taco_jax.compression.compression import Compression, codec_pair
+from taco_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from taco_jax.inference.generator import Generator
@@ -35,10 +38,21 @@ class ModelFlags:
     """'cpu:4' emulates four devices on the CPU; 'cpu', 'gpu' or None take what JAX finds."""
 
     def generator(self) -> Generator:
-        """Once the devices are selected. Raises ConfigError as `Generator`."""
+        """Returns the generator, once the devices are selected. Raises ConfigError as `Generator`."""
         from taco_jax.inference.generator import Generator
 
-        return Generator(
-            self.model, tp=self.tp, compression=self.compression, plan=self.plan, min_bytes=self.min_bytes,
-            dtype=self.dtype, link=self.link, backend=self.backend, error_feedback=self.error_feedback,
-        )  # fmt: skip
+        compression = compression_of(self, self.compression, "compression")
+        return Generator(self.model, tp=self.tp, compression=compression, plan=self.plan, dtype=self.dtype)
+
+
+def compression_of(flags: Any, codecs: str, key: str) -> Compression:
+    """Returns the compression in these codecs, with every other field that `flags` has of the same name.
+
+    Raises:
+      ConfigError: a codec, whose key is `key`, or another field that cannot be.
+    """
+    try:
+        forward, backward = codec_pair(codecs, key)
+        return Compression.of_fields(flags, forward=forward, backward=backward)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None

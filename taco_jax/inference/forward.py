@@ -19,10 +19,11 @@ from taco_jax.collectives import comm_log
 from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
 from taco_jax.inference.settings import ROWS, Layout
-from taco_jax.models import chains, decoder, feedback
+from taco_jax.models import decoder
 from taco_jax.models.blocks import causal, norm, rope_angles
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.feedback import Stream
+from taco_jax.models.overlap import one_chain_layer
+from taco_jax.models.projections import ResidualStream, finish_stream, init_stream
 
 
 def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, config: ModelConfig,
@@ -75,9 +76,9 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
     return _logits(params, stream, config, layout), cache
 
 
-def stream_of(x_BLD: jax.Array, layout: Layout) -> Stream:
-    """What the first layer takes."""
-    return feedback.start(x_BLD, layout.par, (f"{s.sites_of}/{row}" for s in layout.segments for row in ROWS))
+def stream_of(x_BLD: jax.Array, layout: Layout) -> ResidualStream:
+    """Returns the first layer's input."""
+    return init_stream(x_BLD, layout.par, (f"{s.sites_of}/{row}" for s in layout.segments for row in ROWS))
 
 
 def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tuple[Any, Any]:
@@ -103,12 +104,14 @@ def angles(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
     return rope_angles(config, positions) if config.positions == "rope" else None
 
 
-def _layer(stream: Stream, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str) -> Stream:
-    halves = decoder.halves(config, layout.par, attend, sites_of)
-    return chains.one(halves, layout.par)(stream, of_layer, layout.scales(), angles)
+def _layer(
+    stream: ResidualStream, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str
+) -> ResidualStream:
+    sublayers = decoder.sublayers(config, layout.par, attend, sites_of)
+    return one_chain_layer(sublayers, layout.par)(stream, of_layer, layout.scales(), angles)
 
 
-def _logits(params, stream: Stream, config: ModelConfig, layout: Layout) -> jax.Array:
-    x_B1D = feedback.deliver(stream, layout.par, "error")
+def _logits(params, stream: ResidualStream, config: ModelConfig, layout: Layout) -> jax.Array:
+    x_B1D = finish_stream(stream, layout.par, "error")
     x_B1D = norm(x_B1D, params["final_norm"], config.norm_eps)
     return decoder.head_logits(params, x_B1D, config, layout.par, {})[:, 0]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from taco_jax.codec import Codec
-from taco_jax.compression.compression import Compression
+from taco_jax.compression.compression import Compression, refuse_options
 from taco_jax.config import ConfigError
 from taco_jax.inference.compiled import Programs, bucket
 from taco_jax.inference.loading import Checkpoint, in_memory, load_params, open_checkpoint
@@ -29,6 +29,8 @@ from taco_jax.mesh import make_mesh
 from taco_jax.models.config import ModelConfig
 
 Prompt = str | Sequence[int]
+REMOVED = ("min_bytes", "link", "backend", "error_feedback")
+"""Options that `Generator` once took beside `compression`, which are fields of it."""
 
 
 class Token(NamedTuple):
@@ -60,7 +62,7 @@ class Timing(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together, after the first token."""
+        """Returns the tokens per second of all rows together, after the first token."""
         return (self.tokens - self.rows) / self.rest if self.rest > 0 else 0.0
 
 
@@ -72,18 +74,17 @@ class Generator:
         Llama, Qwen2 or Qwen3, or a .gguf file; or what `open_checkpoint` returns.
       tp: tensor-parallel ranks, the first `tp` of `devices` (default: `jax.devices()`).
       compression: codec of the sums after row-parallel products (a preset's name, such as "mxfp4", with fields changed
-        as in "int4h,block=32"; a Codec; a Compression). None sends them exactly.
-      plan: patterns of site names -> codecs, before `compression`; None is exact. {"layers/mlp/down": "int8h"} is for
-        all layers, {"layers/0/*": "int8h"} for the first.
-      min_bytes: messages below this are exact. None: as tuned for the link, and those of a decode step at least below
-        64 KiB.
+        as in "int4h,block=32"; a Codec), or a `Compression` with other options: Compression("mxfp4", link="nccl").
+        None sends them exactly. Two of its fields mean more here where they are None: min_bytes, as tuned for the link
+        and in decode steps at least 64 KiB; error_feedback, whether each sum takes along what the one before it lost
+        (`taco_jax.psum_with_feedback`), which costs no bytes but for one exact message of a position of each row: yes
+        with codecs of less than 8 bits, where sums are not one kernel over NVLink.
+      plan: patterns of site names -> codecs, before `compression`, whose other options they share; a `Compression` has
+        its own, None is exact. {"layers/mlp/down": "int8h"} is for all layers, {"layers/0/*": "int8h"} for the first.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.
-      link, backend: as of `Compression`.
-      error_feedback: each sum takes along what the one before it lost (`taco_jax.psum_with_feedback`), which costs no
-        bytes but for one exact message of a position of each row. None: with codecs of less than 8 bits, where sums
-        are not one kernel over NVLink. A `Compression` brings its own.
 
     Raises:
+      TypeError: an option of `compression` given by itself, with the new spelling.
       ConfigError: one line: what is wrong with which file, tensor or argument, and what would work.
     """
 
@@ -94,23 +95,14 @@ class Generator:
         tp: int = 1,
         compression: str | Codec | Compression | None = None,
         plan: Mapping[str, str | Codec | Compression | None] | None = None,
-        min_bytes: int | None = None,
         dtype: str = "bfloat16",
-        link: str = "auto",
-        backend: str = "auto",
-        error_feedback: bool | None = None,
         devices: list | None = None,
+        **removed,
     ):
-        self.settings = Settings(
-            tp,
-            compression,
-            plan or {},
-            min_bytes,
-            dtype=dtype,
-            link=link,
-            backend=backend,
-            error_feedback=error_feedback,
-        )
+        refuse_options("Generator", {"compression": compression} | removed, REMOVED)
+        if removed:
+            raise TypeError(f"Generator: got an unexpected keyword argument {next(iter(removed))!r}")
+        self.settings = Settings(tp, compression, plan or {}, dtype)
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:
@@ -178,7 +170,7 @@ class Generator:
           sampling: a `Sampling`, or its fields by name: temperature=0.8, top_p=0.9, seed=1. Greedy by default.
 
         Raises:
-          ConfigError: a prompt as of `encode`, or as long as the model's longest sequence; settings out of range;
+          ConfigError: a prompt as in `encode`, or as long as the model's longest sequence; settings out of range;
             while it runs, logits that are not finite.
         """
         if max_tokens < 1:
@@ -194,7 +186,7 @@ class Generator:
         return self._run(rows, max_tokens, sampling, frozenset() if ignore_eos else self.checkpoint.eos)
 
     def complete(self, prompts: Sequence[Prompt], **options) -> list[str]:
-        """The whole texts that follow several prompts; options as of `generate`."""
+        """The whole texts that follow several prompts; options as in `generate`."""
         texts = [""] * len(prompts)
         for token in self.generate(prompts, **options):
             texts[token.row] += token.text

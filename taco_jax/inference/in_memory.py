@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.finite import finite, not_finite
+from taco_jax.inference.tensors import finite, not_finite
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, valid_tp
 from taco_jax.models.params import init_params, param_specs

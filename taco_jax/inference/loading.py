@@ -20,13 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.finite import AT_ONCE, finite, not_finite
 from taco_jax.inference.in_memory import InMemory
-from taco_jax.inference.json_files import read_object
+from taco_jax.inference.model_folder import is_run, no_model, read_object
 from taco_jax.inference.templates import Template, called_special, read_template, special_tokens
-from taco_jax.inference.tensors import SafetensorsFolder, Tensors, check_sizes
+from taco_jax.inference.tensors import AT_ONCE, SafetensorsFolder, Tensors, check_sizes, finite, not_finite
 from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
-from taco_jax.inference.wrong_paths import is_run, no_model
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source
@@ -35,7 +33,7 @@ from taco_jax.models.params import init_params, param_specs
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a model's files hold. eos: the ids that end a text. template: how messages of a chat become a prompt."""
+    """The contents of a model's files. eos: the ids that end a text. template: makes a prompt of a chat's messages."""
 
     path: Path
     config: ModelConfig
@@ -89,7 +87,7 @@ def in_memory(
 ) -> Checkpoint:
     """A model of parameters that are in memory (their tree: `taco_jax.models.params`), or of random ones.
 
-    Args: as of `Generator.of`.
+    Args: as in `Generator.of`.
     """
     if tokenizer is not None and not Path(tokenizer).is_file():
         raise ConfigError(f"tokenizer={str(tokenizer)!r}: no such file; name a tokenizer.json, or leave it out")
@@ -191,7 +189,7 @@ def _real_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
 
 
 def _two_tables(tensors: Tensors, path: Path) -> bool:
-    """Whether a checkpoint whose head is tied holds two tables that differ: then, as in transformers, it is not tied.
+    """Returns whether the tables of a tied head differ: then, as in transformers, it is not tied.
 
     All rows are compared, some at a time: a few new tokens may be all that was trained.
 

@@ -1,4 +1,4 @@
-"""What a codec does to a model's loss on a text, and to each sum that it writes.
+"""The effect of a codec on a model's loss on a text, and on each sum that it writes.
 
     windows of `context` tokens that do not overlap, each token predicted from those before it in its window
     loss = mean negative log-likelihood (nats);   perplexity = exp(loss)
@@ -27,12 +27,19 @@ from jax.sharding import PartitionSpec as P
 from taco_jax.collectives import comm_log
 from taco_jax.inference.forward import angles, scan_layers, stream_of
 from taco_jax.inference.settings import ROWS, Layout, Settings
-from taco_jax.models import decoder, feedback
+from taco_jax.models import decoder
 from taco_jax.models.blocks import causal, norm
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.feedback import Stream
 from taco_jax.models.params import param_specs
-from taco_jax.models.projections import add_bias, add_up, enter, fed_back, row
+from taco_jax.models.projections import (
+    ResidualStream,
+    add_bias,
+    column_input,
+    finish_stream,
+    reduce_partials,
+    reduce_partials_with_feedback,
+    row_partial,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,26 +131,26 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
 
     def layer(stream, index, of_layer, sites_of):
         (x_BLD, error_BLD), power = stream, {}
-        for half, site in zip(decoder.halves(config, par, causal(par), sites_of), ROWS):
-            out = of_layer[half.name][half.out_name]
-            h_BLD = enter(half.norm(x_BLD, of_layer[half.norm_name]), par, {}, half.enters)
-            y_BLD = row(half.core(h_BLD, of_layer[half.name], angles_LH), out["kernel"], par)
-            whole_BLD, compression = y_BLD.astype(jnp.float32), par.compression(half.leaves)
+        for sublayer, site in zip(decoder.sublayers(config, par, causal(par), sites_of), ROWS):
+            out = of_layer[sublayer.name][sublayer.out_name]
+            h_BLD = column_input(sublayer.norm(x_BLD, of_layer[sublayer.norm_name]), par, {}, sublayer.in_site)
+            y_BLD = row_partial(sublayer.core(h_BLD, of_layer[sublayer.name], angles_LH), out["kernel"], par)
+            whole_BLD, compression = y_BLD.astype(jnp.float32), par.compression(sublayer.out_site)
             if error_BLD is None:
-                sum_BLD = add_up(y_BLD, par, scales, half.leaves)
+                sum_BLD = reduce_partials(y_BLD, par, scales, sublayer.out_site)
             else:
                 if compression is not None and compression.error_feedback:
                     whole_BLD += error_BLD
-                sum_BLD, error_BLD = fed_back(y_BLD, error_BLD, par, scales, half.leaves)
+                sum_BLD, error_BLD = reduce_partials_with_feedback(y_BLD, error_BLD, par, scales, sublayer.out_site)
             squares = jnp.zeros(()), jnp.zeros(())
             if compression is not None:
                 exact_BLD = lax.psum(whole_BLD, par.axis)
                 squares = jnp.square(exact_BLD), jnp.square(sum_BLD.astype(jnp.float32) - exact_BLD)
             power[f"layers/{site}"] = jnp.stack([jnp.sum(square) for square in squares])
             x_BLD += add_bias(sum_BLD, out)
-        return Stream(x_BLD, error_BLD), power
+        return ResidualStream(x_BLD, error_BLD), power
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, power = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
-    x_BLD = norm(feedback.deliver(stream, par, "error"), params["final_norm"], config.norm_eps)
+    x_BLD = norm(finish_stream(stream, par, "error"), params["final_norm"], config.norm_eps)
     return *decoder.head_score(params, x_BLD, targets_BL, config, par), power

@@ -22,7 +22,7 @@ NOT_FINITE = -1
 
 
 def why_not_finite(dtype: str) -> str:
-    """What a user can do where the model's logits are not finite."""
+    """Returns what a user can do where the model's logits are not finite."""
     other = "its weights, norm_eps or rope_theta are damaged"
     other += ", or its activations are beyond what float16 reaches: try dtype bfloat16" if dtype == "float16" else ""
     return f"the model's logits hold NaN or infinities; {other}"
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """Token ids int32[B]: the most likely ones; NOT_FINITE as of `sample`."""
+    """Token ids int32[B]: the most likely ones; NOT_FINITE as in `sample`."""
     return _checked(logits_BV, jnp.argmax(logits_BV, axis=-1).astype(jnp.int32))
 
 

@@ -1,4 +1,4 @@
-"""What inference compresses: the sums after row-parallel products (arXiv 2411.09510), each with a codec of its own.
+"""`Settings`: how inference compresses the sums after row-parallel products (arXiv 2411.09510), each in its own codec.
 
 A codec is written as a preset's name, with fields changed after commas: "mxfp4", "int4h,block=32,scale=e8m0".
 
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import Codec
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.compression import tuned
-from taco_jax.compression.compression import Compression, Plan, as_compression, without_key
+from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
 from taco_jax.models.blocks import implementation
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def error_feedback(self) -> bool:
-        """Whether any sum takes errors along."""
+        """Returns whether any sum takes errors along."""
         return any(c is not None and c.error_feedback for _, c in self.par.plan)
 
     def scales(self) -> dict[str, SiteScales]:
@@ -63,25 +63,28 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model runs on its mesh. compression, plan, min_bytes and error_feedback as of `taco_jax.Generator`."""
+    """How a model runs on its mesh. compression and plan are as in `taco_jax.Generator`.
+
+    compression: a `Compression` once the object is made, of whatever makes one.
+
+    Raises:
+      ConfigError: a tp below 1, a dtype or a codec that there is not.
+    """
 
     tp: int = 1
     compression: str | Codec | Compression | None = None
     plan: Mapping[str, str | Codec | Compression | None] = dataclasses.field(default_factory=dict)
-    min_bytes: int | None = None
     dtype: str = "bfloat16"
-    link: str = "auto"
-    backend: str = "auto"
-    error_feedback: bool | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "compression", self._in_codecs(EXACT, self.compression, "compression"))
         if self.tp < 1:
             raise ConfigError(f"tp={self.tp!r}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
 
     def layout(self, config: ModelConfig, device, *, decoding: bool) -> Layout:
-        """Of the program that takes whole prompts, or of the one that takes a token of each row.
+        """Returns the layout of the program that takes whole prompts, or of the one that takes a token of each row.
 
         Raises:
           ConfigError: a codec or a pattern that there is not, or a tp that does not fit the model.
@@ -106,12 +109,12 @@ class Settings:
         return Layout(Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen), tuple(segments))
 
     def _resolve(self, n_layers: int, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
-        """How each layer sends: a value for each of ROWS."""
+        """Returns how each layer sends, a value for each of ROWS."""
         rules = {
-            pattern: self._compression(value, f"plan {pattern}", device, decoding)
+            pattern: self._resolved(self._in_codecs(self.compression, value, f"plan {pattern}"), device, decoding)
             for pattern, value in self.plan.items()
         }
-        rest = self._compression(self.compression, "compression", device, decoding)
+        rest = self._resolved(self.compression, device, decoding)
         names = {f"layers/{layer}/{row}": (layer, row) for layer in range(n_layers) for row in ROWS}
         general = [f"layers/{row}" for row in ROWS]
         Plan(rules).resolve([*general, *names])  # refuses what matches nothing
@@ -122,24 +125,36 @@ class Settings:
 
         return [tuple(lookup(f"layers/{layer}/{row}", row) for row in ROWS) for layer in range(n_layers)]
 
-    def _compression(self, value, key: str, device, decoding: bool) -> Compression | None:
+    @staticmethod
+    def _in_codecs(base: Compression, value: str | Codec | Compression | None, key: str) -> Compression:
+        """Returns `value`: a Compression as it is, codecs with the other fields of `base`, EXACT for None."""
         try:
-            found = without_key(as_compression(value, key))
+            if value is None or isinstance(value, Compression):
+                return without_key(value or EXACT)
+            if not isinstance(value, str | Codec):
+                as_compression(value, key)  # raises
+            forward, backward = codec_pair(value, key) if isinstance(value, str) else (value, value)
+            return without_key(dataclasses.replace(base, forward=forward, backward=backward))
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
-        if found is None or found.codecs[0].exact:  # there are no gradients
+
+    def _resolved(self, found: Compression, device, decoding: bool) -> Compression | None:
+        """Returns `found` with what it leaves open decided, None where it sends exactly. There are no gradients."""
+        if found.codecs[0].exact:
             return None
-        if not isinstance(value, Compression):
-            feedback = self._feedback(found.codecs[0], device)
-            own = {"min_bytes": self.min_bytes, "link": self.link, "backend": self.backend, "error_feedback": feedback}
-            found = dataclasses.replace(found, **own)
+        if found.error_feedback is None:
+            found = dataclasses.replace(found, error_feedback=_feedback_pays(found, device))
         if decoding and found.min_bytes is None:
             least = tuned.default_min_bytes(found.codecs[0].name, self.tp, device, found.link)
             found = dataclasses.replace(found, min_bytes=max(least, DECODE_MIN_BYTES))
         return found
 
-    def _feedback(self, codec: Codec, device) -> bool:
-        """As asked for; else what below 8 bits needs most, unless it kept sums from being one kernel over NVLink."""
-        if self.error_feedback is not None:
-            return self.error_feedback
-        return codec.element not in EIGHT_BITS and self.link != "nvlink" and not tuned.in_one_kernel(device, self.link)
+
+def _feedback_pays(compression: Compression, device) -> bool:
+    """Returns whether sums take errors along by themselves.
+
+    Codecs below 8 bits need it most. It would keep sums from being one kernel over NVLink.
+    """
+    if compression.codecs[0].element in EIGHT_BITS or not compression.can_feed_back:
+        return False
+    return not tuned.in_one_kernel(device, compression.link)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import check_size, read_object
+from taco_jax.inference.model_folder import check_size, read_object
 
 
 class Template(NamedTuple):

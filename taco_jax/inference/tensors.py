@@ -1,4 +1,5 @@
 """The tensors of a checkpoint in safetensors files, read piece by piece: nothing is in memory but what was asked for.
+Weights that are no numbers are found when they are read, by the bits of their exponents, in one pass over memory.
 
 folder/model.safetensors                                     one file; an index beside it is not looked at
 folder/model.safetensors.index.json, model-0000i-of-n...     several, and which tensor is in which
@@ -14,16 +15,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import read_object
+from taco_jax.inference.model_folder import read_object
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import BUFFERS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
+# Type -> (unsigned integers of its size, its exponent's bits: all ones in infinities and NaN).
+_EXPONENTS = {
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float32": (np.uint32, 0x7F80_0000),
+    "float64": (np.uint64, 0x7FF0_0000_0000_0000),
+}
+
+AT_ONCE = 1 << 20
+"""Elements that are copied at a time: few enough for a cache."""
 
 
 class Tensors(Protocol):
-    """What `loading` reads: safetensors here, GGUF in `gguf`."""
+    """The source that `loading` reads: safetensors here, GGUF in `gguf`."""
 
     def names(self) -> Iterable[str]: ...
 
@@ -33,7 +44,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
+        """Returns that part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
 
 
 def check_sizes(config: ModelConfig, tensors: Tensors, where: Path) -> None:
@@ -123,3 +134,21 @@ def _listed(index: Path) -> dict[str, str]:
 
 def _cut_off(error: Exception) -> str:
     return f"is no complete safetensors file ({' '.join(str(error).split())}); was it cut off in a download?"
+
+
+def finite(array: np.ndarray) -> bool:
+    """Returns whether an array of floats holds neither NaN nor infinities."""
+    if array.dtype.name not in _EXPONENTS:
+        return bool(np.isfinite(array.astype(np.float32)).all())
+    unsigned, exponent = _EXPONENTS[array.dtype.name]
+    bits = np.atleast_1d(array.view(unsigned))
+    rows = max(1, AT_ONCE * len(bits) // max(1, bits.size))
+    parts = (bits[start : start + rows] & unsigned(exponent) for start in range(0, len(bits), rows))
+    return all(part.max(initial=0) < exponent for part in parts)
+
+
+def not_finite(array: np.ndarray, dtype: np.dtype) -> str:
+    """Returns the end of a sentence: what is wrong with an array that is not `finite` once it is of that type."""
+    if finite(array):
+        return f"holds numbers beyond what {np.dtype(dtype).name} reaches; use dtype bfloat16 or float32"
+    return "holds NaN or infinities: the model is damaged, or was saved after its training had diverged"

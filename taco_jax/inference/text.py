@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import check_size
+from taco_jax.inference.model_folder import check_size
 
 IN_MEMORY = Path("parameters in memory")  # in the place of a model's path
 CONTEXT = 8  # tokens of the prompt that a stream keeps, more where these have no text
@@ -28,7 +28,7 @@ _BYTES = _byte_symbols()
 
 
 def begun(text: bytes) -> int:
-    """How many bytes at the end of a text in UTF-8 begin a character that more bytes could make whole."""
+    """Returns how many bytes at the end of a text in UTF-8 begin a character that more bytes could make whole."""
     for count in range(1, min(LONGEST_CHARACTER, len(text) + 1)):
         lead = text[-count]
         if not 0x80 <= lead < 0xC0:
@@ -152,7 +152,7 @@ class ByteStream:
 
 
 class TextStream:
-    """As `ByteStream`, for vocabularies whose text depends on the tokens beside it, such as those of SentencePiece.
+    """A `ByteStream` for vocabularies whose text depends on the tokens beside it, such as SentencePiece's.
 
     A part is what its tokens add to the text of the part before them: the space before a text's first word, which many
     of these drop, is then the prompt's. Bytes that begin a character are held until it ends. (The library's own
@@ -265,7 +265,7 @@ _CASELESS = (
 
 
 class _Pre(NamedTuple):
-    """What llama.cpp does for one of its names of tokenizers; the patterns are the models' own.
+    """The steps of llama.cpp for one of its names of tokenizers; the patterns are the models' own.
 
     ignore_merges: a word that the vocabulary has is one token, whatever the merges make of it. bos: a text gets a BOS
     where the file does not say.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.errors import error_line
 from taco_jax.launch import launchers
 from taco_jax.launch.launchers import Launch
 from taco_jax.launch.supervisor import Reporter, supervise
@@ -41,7 +42,7 @@ def run(config: TrainConfig, work: Callable[[TrainConfig], int]) -> int:
         start(launch, config, reporter)
         code = work(config)
     except ConfigError as error:
-        cli.say(cli.error_line(error), sys.stderr)
+        cli.say(error_line(error), sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -1,4 +1,4 @@
-"""Who started this process, and beside which others: the variables that launchers set.
+"""How this process was started, and beside which others: the variables that launchers set.
 
 | `--distributed` | taken from |
 |---|---|

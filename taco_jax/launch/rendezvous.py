@@ -62,7 +62,8 @@ class Line:
             self.send(ping=1)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has arrived; `open` is false from then on when the other end is closed, or sends too long a line."""
+        """Returns what has arrived; `open` is false from then on when the other end is closed, or sends too long a
+        line."""
         try:
             for _ in range(MAX_READS):
                 if not (data := self.socket.recv(1 << 16)):
@@ -254,7 +255,7 @@ class Hub(threading.Thread):
 
 
 class _Peer:
-    """What the hub knows of a process."""
+    """The hub's knowledge of a process."""
 
     def __init__(self, line: Line, name: str, hello: dict[str, Any]):
         self.line, self.name, self.hello = line, name, hello
@@ -348,7 +349,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _own_addresses(host: str) -> list[tuple]:
-    """What a host's name means, as of getaddrinfo; nothing where that cannot be what others know it by."""
+    """Returns what a host's name means, as of getaddrinfo; nothing where that cannot be what others know it by."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -383,7 +384,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_hello(message: dict[str, Any]) -> bool:
-    """Whether a message is a hello with values of the right types. (True is an int to isinstance.)"""
+    """Returns whether a message is a hello with values of the right types. (True is an int to isinstance.)"""
     kinds = {"hello": int, "processes": int, "host": str, "pid": int, "settings": dict}
     if any(type(message.get(key)) is not kind for key, kind in kinds.items()):
         return False

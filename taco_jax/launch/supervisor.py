@@ -140,7 +140,7 @@ def _start() -> tuple[int, BinaryIO, subprocess.Popen]:
 
 
 def _show(last_words: BinaryIO) -> None:
-    """What a worker that ended badly said to nobody (`Reporter.hush`)."""
+    """Prints what a worker that ended badly said to nobody (`Reporter.hush`)."""
     last_words.seek(0)
     if text := last_words.read().decode(errors="replace").rstrip("\n"):
         cli.say(text, sys.stderr)

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.dispatch import compute_capability
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.projections import Dense, column
+from taco_jax.models.projections import Dense, column_parallel
 from taco_jax.models.run_config import Parallel
 
 
@@ -55,17 +55,17 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel) -> jax.Array:
-    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for an x that has entered."""
+    """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for a `column_input`."""
     act = activation(config.activation)
     if config.gated_mlp:
-        gate_BLF, up_BLF = column(x_BLD, (params["gate"], params["up"]), par)
+        gate_BLF, up_BLF = column_parallel(x_BLD, (params["gate"], params["up"]), par)
         return act(gate_BLF) * up_BLF
-    (up_BLF,) = column(x_BLD, (params["up"],), par)
+    (up_BLF,) = column_parallel(x_BLD, (params["up"],), par)
     return act(up_BLF)
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:
-    """Whether every rank holds all k and v weights and uses one head of them (tp a true multiple of the kv heads)."""
+    """Returns whether every rank holds all k and v weights and uses one head (tp a true multiple of the kv heads)."""
     return config.n_kv_heads % tp != 0
 
 
@@ -98,7 +98,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def implementation(device, dtype: Any, head_dim: int) -> str:
-    """What jax.nn.dot_product_attention runs for whole sequences on a device: "cudnn", whose memory grows with the
+    """Returns what jax.nn.dot_product_attention runs for whole sequences: "cudnn", whose memory grows with the
     sequence, where cuDNN has it (NVIDIA GPUs from compute capability 8.0 on, 16-bit types, head dims of multiples of 8
     up to 128), else "xla", which holds the scores of all pairs of positions at once."""
     capability = compute_capability(device) if device.platform == "gpu" else None
@@ -113,15 +113,15 @@ def causal(par: Parallel) -> Attend:
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,
               par: Parallel, attend: Attend) -> jax.Array:  # fmt: skip
-    """What `attend` makes of this rank's heads, [B, L, N H], for an x that has entered.
+    """Returns what `attend` makes of this rank's heads, [B, L, N H], for a `column_input`.
 
-    `angles`, as of `rope`, is None without rotary positions.
+    `angles`, as in `rope`, is None without rotary positions.
     """
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):
         k, v = _own_kv_head(k, config, par), _own_kv_head(v, config, par)
     q_BLNH, k_BLKH, v_BLKH = (
-        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column(x_BLD, (q, k, v), par)
+        y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column_parallel(x_BLD, (q, k, v), par)
     )
     if config.qk_norm:
         q_BLNH = rms_norm(q_BLNH, params["q_norm"]["scale"], config.norm_eps)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from taco_jax.errors import listed
+
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -74,7 +76,7 @@ class ModelConfig:
         if self.n_heads % self.n_kv_heads:
             small = [k for k in range(1, math.isqrt(self.n_heads) + 1) if self.n_heads % k == 0]
             near = sorted({*small, *(self.n_heads // k for k in small)})
-            raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; try {_listed(near)}")
+            raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; try {listed(near)}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even with positions='rope'; try {self.head_dim + 1}")
         for key, least, below, usual in (("norm_eps", 0, 1, 1e-6), ("rope_theta", 1, LARGEST_THETA, 10_000.0)):
@@ -84,7 +86,7 @@ class ModelConfig:
 
 
 def _problems(config: ModelConfig, tp: int) -> list[str]:
-    """What of `config` does not fit a tensor-parallel axis of `tp` devices; empty if everything does."""
+    """Returns the misfits of `config` and a tensor-parallel axis of `tp` devices; empty if everything fits."""
     heads, kv = config.n_heads, config.n_kv_heads
     problems = []
     if heads % tp:
@@ -111,13 +113,8 @@ def validate(config: ModelConfig, tp: int) -> ModelConfig:
         ValueError: names the sizes that do not fit and lists every tp that does.
     """
     if tp < 1:
-        raise ValueError(f"tp={tp}: must be at least 1; try {_listed(valid_tp(config))}")
+        raise ValueError(f"tp={tp}: must be at least 1; try {listed(valid_tp(config))}")
     problems = _problems(config, tp)
     if problems:
-        raise ValueError(f"{'; '.join(problems)}; try {_listed(valid_tp(config))}")
+        raise ValueError(f"{'; '.join(problems)}; try {listed(valid_tp(config))}")
     return config
-
-
-def _listed(values) -> str:
-    values = [str(value) for value in values]
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

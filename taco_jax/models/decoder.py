@@ -21,25 +21,29 @@ from jax import lax
 
 from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
-from taco_jax.compression.site_scales import SiteScales
-from taco_jax.models import chains, feedback
 from taco_jax.models.blocks import Attend, attention, causal, kv_replicated, mlp, norm, rope_angles
-from taco_jax.models.chains import Half
 from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.overlap import (
+    Sublayer,
+    chain_count,
+    chained_layer,
+    join_batch,
+    one_chain_layer,
+    overlapped_layer,
+    split_batch,
+)
 from taco_jax.models.params import count_params, init_params, param_specs
+from taco_jax.models.projections import State, init_stream
 from taco_jax.models.run_config import Parallel, own_rows, remat, use_replicated
-from taco_jax.models.schedule import scheduled
 from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import to_varying
 
 __all__ = [
-    "count_params", "embed", "forward", "halves", "head_logits", "head_loss", "head_score", "init_params", "layers",
+    "count_params", "embed", "forward", "sublayers", "head_logits", "head_loss", "head_score", "init_params", "layers",
     "logits", "loss", "param_specs", "site_names", "use_replicated_params",
 ]  # fmt: skip
 
 Params = Mapping[str, Any]
-State = Mapping[str, SiteScales | None]
-"""Site name -> scales; for sites in layers with a leading dim of n_layers. A site that is absent runs uncalibrated."""
 
 LAYER_SITES = ("layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down")
 
@@ -69,7 +73,7 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
 
 def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State,
           positions_BL: jax.Array | None = None) -> jax.Array:  # fmt: skip
-    """What the first layer takes, x_BLD in par.dtype, of parameters that `use_replicated_params` made ready.
+    """Returns the first layer's input, x_BLD in par.dtype, from parameters that `use_replicated_params` made ready.
 
     `positions_BL` (default: 0 to L - 1 in each sequence) needs whole sequences, no sequence parallelism.
     """
@@ -96,37 +100,39 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
       state: of the sites in layers, with a leading dim as long as that of `stacked`.
     """
     angles_LH = rope_angles(config, jnp.arange(length)) if config.positions == "rope" else None
-    both = halves(config, par, causal(par))
-    parts = chains.count(len(x_BLD), par.chains)
+    both = sublayers(config, par, causal(par))
+    parts = chain_count(len(x_BLD), par.chains)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
     with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
-        stream = feedback.start(x_BLD, par, (half.leaves for half in both))
+        stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both))
         if stream.error_BLD is not None:
             # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
-            layer = remat(chains.one(both, par), par.remat)
+            layer = remat(one_chain_layer(both, par), par.remat)
             return lax.scan(lambda s, of: (layer(s, *of, angles_LH), None), stream, (stacked, layer_state))[0].x_BLD
         if parts > 1 and not par.sequence_parallel:
-            layer = scheduled(both, par)
+            layer = overlapped_layer(both, par)
         else:
-            layer = remat(chains.side_by_side(both, par), par.remat)
-        xs = chains.split(x_BLD, parts)
+            layer = remat(chained_layer(both, par), par.remat)
+        xs = split_batch(x_BLD, parts)
         xs, _ = lax.scan(lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (stacked, layer_state))
-    return chains.join(xs)
+    return join_batch(xs)
 
 
-def halves(config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "layers") -> tuple[Half, Half]:
+def sublayers(
+    config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "layers"
+) -> tuple[Sublayer, Sublayer]:
     """A layer's attention and mlp, whose sites' names begin with `sites_of`; they share `angles` of `attention`."""
     normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
     return (
-        Half(
+        Sublayer(
             normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par=par, attend=attend),
-            "attn_norm", "attn", out_name="out", enters=f"{sites_of}/attn/qkv", leaves=f"{sites_of}/attn/out",
+            "attn_norm", "attn", out_name="out", in_site=f"{sites_of}/attn/qkv", out_site=f"{sites_of}/attn/out",
         ),
-        Half(
+        Sublayer(
             normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
-            "mlp_norm", "mlp", out_name="down", enters=f"{sites_of}/mlp/up", leaves=f"{sites_of}/mlp/down",
+            "mlp_norm", "mlp", out_name="down", in_site=f"{sites_of}/mlp/up", out_site=f"{sites_of}/mlp/down",
         ),
     )  # fmt: skip
 
@@ -136,7 +142,7 @@ def loss(params: Params, tokens_BL: jax.Array, targets_BL: jax.Array, weights_BL
     """(sum of weighted negative log-likelihoods in nats, sum of weights) of the local batch: float32 scalars.
 
     Both are the same on all ranks of par.axis and differ over the axes over which tokens do. Arguments as in `forward`;
-    targets_BL and weights_BL as in `vocab.cross_entropy`.
+    targets_BL and weights_BL as in `vocab_parallel.cross_entropy`.
     """
     x_BLD = forward(params, tokens_BL, config, par, state)
     return head_loss(params, x_BLD, targets_BL, weights_BL, config=config, par=par, state=state)

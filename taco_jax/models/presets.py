@@ -7,8 +7,8 @@ heads of GPT-2 XL, so this one drops a head and keeps every other size. GPT-3's 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 
+from taco_jax.errors import did_you_mean
 from taco_jax.models.config import ModelConfig
 
 
@@ -63,7 +63,5 @@ def preset(name: str) -> ModelConfig:
         ValueError: no such preset; names the nearest one.
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(PRESETS)}"
-        raise ValueError(f"model preset {name!r}: there is none of that name; {hint}")
+        raise ValueError(f"model preset {name!r}: there is none of that name; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]

@@ -1,64 +1,81 @@
 """Column- and row-parallel products with a decoder's own parameters, cast at use, and the messages at their ends.
 
+Row-parallel sums with error feedback (`taco_jax.collectives.error_feedback`) carry their error along the residual
+stream:
+
+    x_0, e_0 = embedding, 0        (y_i, e_i) = sum with feedback of (u_i, e_{i-1})        x_i = x_{i-1} + y_i
+
+Whatever the depth, x is then off by the last sum's error, which `finish_stream` adds where it is worth a message.
+
 Dims: B batch, L length, D model, F the products' local output widths, added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from taco_jax.collectives import comm_log
+from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.models.run_config import Parallel
 from taco_jax.tensor_parallel import (
     column_product,
     copy_to_tp,
     gather_from_sp,
+    loses,
     reduce_from_tp,
     reduce_with_feedback,
     row_product,
     scatter_to_sp,
+    to_varying,
 )
 
 Dense = Mapping[str, jax.Array]
 """{"kernel": [in, out]} and, if it has one, {"bias": [out]}; float32, local shards."""
 
+State = Mapping[str, SiteScales | None]
+"""Site name -> scales; for sites in layers with a leading dim of n_layers. A site that is absent runs uncalibrated."""
 
-class Entering(NamedTuple):
-    """An x that enters with its column-parallel product, whose kernel sums its gradient: arguments of the product."""
+
+class FusedInput(NamedTuple):
+    """The input of column-parallel products whose kernel sums the input's gradient: arguments of that kernel."""
 
     x_BLD: jax.Array
     scales: SiteScales | None
     site: str
 
 
-def enter(x_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array | Entering:
-    """What column-parallel products take: x of all ranks' sequences. One message in the backward pass, and under
-    sequence parallelism one in the forward pass too."""
+def column_input(x_BLD: jax.Array, par: Parallel, state: State, site: str) -> jax.Array | FusedInput:
+    """Returns the input of column-parallel products: x of all ranks' sequences.
+
+    Sends one message in the backward pass. Under sequence parallelism one in the forward pass too.
+    """
     arguments = x_BLD.astype(par.dtype), par.axis, par.compression(site), state.get(site)
-    if with_product(par, site):
-        return Entering(arguments[0], state.get(site), site)
+    if fuses_product(par, site):
+        return FusedInput(arguments[0], state.get(site), site)
     if par.sequence_dim is None:
         return copy_to_tp(*arguments, site=site)
     return gather_from_sp(*arguments, dim=par.sequence_dim, site=site)
 
 
-def with_product(par: Parallel, site: str) -> bool:
-    """Whether a site's sums are to go into the kernels of the products before them."""
+def fuses_product(par: Parallel, site: str) -> bool:
+    """Returns whether a site's sums are to go into the kernels of the products before them."""
     compression = par.compression(site)
     return par.sequence_dim is None and compression is not None and compression.with_product
 
 
-def column(x_BLD: jax.Array | Entering, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:
-    """`[x @ d.kernel + d.bias for d in denses]` of an x that has entered, as one product.
+def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:
+    """Returns `[x @ d.kernel + d.bias for d in denses]` of a `column_input`, as one product.
 
     The kernels are joined while they are cast, which reads and writes them once either way.
     """
     kernel_DF = jnp.concatenate([dense["kernel"].astype(par.dtype) for dense in denses], axis=1)
-    if isinstance(x_BLD, Entering):
+    if isinstance(x_BLD, FusedInput):
         x, scales, site = x_BLD
         y_BLF = column_product(
             x, kernel_DF, par.axis, par.compression(site), scales, precision=par.precision, site=site
@@ -71,39 +88,66 @@ def column(x_BLD: jax.Array | Entering, denses: Sequence[Dense], par: Parallel) 
     return [add_bias(y, dense) for y, dense in zip(jnp.split(y_BLF, ends[1:-1], axis=-1), denses)]
 
 
-def row(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
-    """This rank's term of the row-parallel product `x @ kernel`; `add_up` makes the layer's output of it."""
+def row_partial(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
+    """Returns this rank's term of the row-parallel product `x @ kernel`, which `reduce_partials` sums."""
     return jnp.matmul(x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype), precision=par.precision)
 
 
-def row_sum(x_BLF: jax.Array, kernel_FD: jax.Array, error: jax.Array | None, par: Parallel, state: Mapping,
+def row_parallel(x_BLF: jax.Array, kernel_FD: jax.Array, error: jax.Array | None, par: Parallel, state: State,
             site: str) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """(`add_up(row(x, kernel))`, None), in one kernel where that is asked for and can be; `fed_back` of an error that
-    was carried here."""
+    """Returns (`reduce_partials(row_partial(x, kernel))`, None), in one kernel where that is asked for and can be.
+
+    With an error that was carried here, returns `reduce_partials_with_feedback` of both.
+    """
     if error is not None:
-        return fed_back(row(x_BLF, kernel_FD, par), error, par, state, site)
+        return reduce_partials_with_feedback(row_partial(x_BLF, kernel_FD, par), error, par, state, site)
     if par.sequence_dim is not None:
-        return add_up(row(x_BLF, kernel_FD, par), par, state, site), None
+        return reduce_partials(row_partial(x_BLF, kernel_FD, par), par, state, site), None
     operands = x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype)
     arguments = par.axis, par.compression(site), state.get(site)
     return row_product(*operands, *arguments, precision=par.precision, site=site), None
 
 
-def add_up(y_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None], site: str) -> jax.Array:
-    """The sum of the ranks' terms: one message in the forward pass, under sequence parallelism one in the backward
-    pass too."""
+def reduce_partials(y_BLD: jax.Array, par: Parallel, state: State, site: str) -> jax.Array:
+    """Returns the sum of the ranks' terms.
+
+    Sends one message in the forward pass. Under sequence parallelism one in the backward pass too.
+    """
     arguments = y_BLD, par.axis, par.compression(site), state.get(site)
     if par.sequence_dim is None:
         return reduce_from_tp(*arguments, site=site)
     return scatter_to_sp(*arguments, dim=par.sequence_dim, site=site)
 
 
-def fed_back(y_BLD: jax.Array, error_BLD: jax.Array, par: Parallel, state: Mapping[str, SiteScales | None],
+def reduce_partials_with_feedback(y_BLD: jax.Array, error_BLD: jax.Array, par: Parallel, state: State,
              site: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(the sum of the ranks' terms and errors, the errors that it leaves), of whole sequences."""
+    """Returns (the sum of the ranks' terms and errors, the errors that it leaves), for whole sequences."""
     return reduce_with_feedback(y_BLD, par.axis, error_BLD, par.compression(site), state.get(site), site=site)
 
 
 def add_bias(y: jax.Array, dense: Dense) -> jax.Array:
-    """`y + dense.bias` if there is one. Added in float32, so that the bias's gradient is summed in float32 too."""
+    """Returns `y + dense.bias`, or y without one. Float32 additions sum the bias's gradient in float32 too."""
     return (y.astype(jnp.float32) + dense["bias"]).astype(y.dtype) if "bias" in dense else y
+
+
+class ResidualStream(NamedTuple):
+    """x_BLD and this rank's error_BLD in par.dtype, None where no sum leaves one."""
+
+    x_BLD: jax.Array
+    error_BLD: jax.Array | None = None
+
+
+def init_stream(x_BLD: jax.Array, par: Parallel, row_sites: Iterable[str]) -> ResidualStream:
+    """Returns the stream before the sums of row_sites, which are of x's shape in par.dtype."""
+    if not any(loses(x_BLD.shape, par.dtype, par.axis, par.compression(site)) for site in row_sites):
+        return ResidualStream(x_BLD)
+    return ResidualStream(x_BLD, to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis}))
+
+
+def finish_stream(stream: ResidualStream, par: Parallel, site: str) -> jax.Array:
+    """Returns x and what the sums before it lost: one exact message of x's size, none where there is no error."""
+    x_BLD, error_BLD = stream
+    if error_BLD is None:
+        return x_BLD
+    comm_log.exact(site, "forward", "psum", par.axis, error_BLD, kind="activation")
+    return (x_BLD.astype(jnp.float32) + lax.psum(error_BLD, par.axis)).astype(x_BLD.dtype)

@@ -41,7 +41,7 @@ class Parallel:
     """`implementation` of jax.nn.dot_product_attention: None, "xla", or "cudnn" (NVIDIA GPUs, 16-bit types)."""
     chains: int = 1
     """Parts of the batch that go through each layer side by side, so that one part's messages travel during the matrix
-    products of another (`taco_jax.models.chains`); the most that divide it, where this number does not. With more than
+    products of another (`taco_jax.models.overlap`); the most that divide it, where this number does not. With more than
     one, compressed layers have first derivatives only (a second one raises NotImplementedError)."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None takes the default of `taco_jax.nn.vocab_parallel`."""
@@ -66,7 +66,7 @@ class Parallel:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 
     def compression(self, site: str) -> Compression | None:
-        """How `site` is compressed; None is exact.
+        """Returns how `site` is compressed; None is exact.
 
         Raises:
             KeyError: there is a plan and it does not name the site.

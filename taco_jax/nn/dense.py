@@ -1,4 +1,4 @@
-"""What CompressedDense is, as pure functions: `nnx.py` (NNX) and `linen.py` (Linen) only hold its variables.
+"""CompressedDense as pure functions: `nnx.py` (NNX) and `linen.py` (Linen) only hold its variables.
 
     column: y[..., F] = f(x)[..., D] kernel[D, F] + bias[F]      backward: compressed all-reduce of dx
     row:    y[..., D] = g(x[..., F] kernel[F, D]) + bias[D]      forward: compressed all-reduce of y
@@ -107,12 +107,12 @@ def known_mesh(dense: Dense):
 
 
 def can_place(mesh) -> bool:
-    """Whether Flax can shard a new parameter at once: not without a mesh, in a region, or on mixed axis types."""
+    """Returns whether Flax can shard a new parameter at once: not without a mesh, in a region, or on mixed axis types."""
     return mesh is not None and len(set(mesh.axis_types)) == 1 and AxisType.Manual not in mesh.axis_types
 
 
 def can_constrain(mesh) -> bool:
-    """Whether jax.lax.with_sharding_constraint shards on this mesh, instead of asserting that it is done."""
+    """Returns whether jax.lax.with_sharding_constraint shards on this mesh, instead of asserting that it is done."""
     return mesh is not None and set(mesh.axis_types) == {AxisType.Auto}
 
 

@@ -16,7 +16,7 @@ from taco_jax.nn import dense
 _KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
-class SiteScale(nnx.Variable):
+class SiteScaleState(nnx.Variable):
     """State of a layer's site scales, read only within a step: `exponents` int32[2] or `history` float32[2, H]."""
 
 
@@ -37,12 +37,12 @@ class CompressedDense(nnx.Module):
     shard_map of yours (manual over all axes, check_vma=True) it takes local shards: give its state
     `in_specs=nnx.get_partition_spec(state)`.
 
-    `taco_jax.update_scales` feeds the gradient of the `AmaxSlot` variables back into the `SiteScale` variables:
+    `taco_jax.update_scales` feeds the gradient of the `AmaxSlot` variables back into the `SiteScaleState` variables:
 
         wrt = nnx.DiffState(0, nnx.Any(nnx.Param, taco_jax.AmaxSlot))
         gradients = nnx.grad(loss, argnums=wrt)(model)
         optimizer.update(model, nnx.filter_state(gradients, nnx.Param))
-        nnx.update(model, taco_jax.update_scales(nnx.state(model, taco_jax.SiteScale), gradients))
+        nnx.update(model, taco_jax.update_scales(nnx.state(model, taco_jax.SiteScaleState), gradients))
 
     Who ignores both and differentiates `nnx.Param` as ever trains uncalibrated, which is correct: the scale byte is
     then a power of two. A layer that is called twice in a step adds the two gradients of its slot, so its exponent is
@@ -133,8 +133,8 @@ class CompressedDense(nnx.Module):
         if self.dense.compression is not None:
             state = new_scale_state()
             place = lambda value: dense.place_whole(jnp.asarray(value), self.dense.mesh)
-            self.exponents = SiteScale(place(state.exponents))
-            self.history = SiteScale(place(state.history))
+            self.exponents = SiteScaleState(place(state.exponents))
+            self.history = SiteScaleState(place(state.history))
             self.amax_slot = AmaxSlot(place(jnp.zeros((2, 1), jnp.float32)))
 
     def __call__(self, x: jax.Array) -> jax.Array:

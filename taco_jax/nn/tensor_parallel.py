@@ -53,7 +53,7 @@ def reduce_with_feedback(
 
 
 def loses(shape: tuple[int, ...], dtype, axis: str, compression=None) -> bool:
-    """Whether `reduce_with_feedback` of such an x leaves an error."""
+    """Returns whether `reduce_with_feedback` of such an x leaves an error."""
     compression = as_compression(compression)
     if compression is None or not compression.error_feedback:
         return False

@@ -4,6 +4,10 @@ In every tick a stage takes what arrived, runs the layers of one chunk and sends
 on zeros (a conditional would keep the weights as residuals of every tick) and takes part in nothing that counts. The
 activations of all microbatches are kept until the backward pass, as `remat` says: memory grows with their number.
 
+`evaluate` is the forward pass alone, for validation. It keeps nothing, so it needs no more memory than one microbatch.
+Without a backward pass a conditional costs nothing. Empty ticks compute nothing, and embedding and head run in the tick
+of their microbatch.
+
 GPipe: Huang et al., arXiv 1811.06965. Circular: `taco_jax/config/schedule.py`.
 
 Dims: M microbatches, T ticks, B sequences of a microbatch, L length, D model, V chunks, N layers of a chunk.
@@ -45,7 +49,7 @@ def loss(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Pa
 
 
 def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axes) -> jax.Array:
-    """What the last stage makes of x_BLD; on other stages, nothing of use."""
+    """Returns what the last stage makes of x_BLD; on other stages, nothing of use."""
     ticks, ring = schedule.forward_ticks, schedule.chunks > 1
     x_MBLD = x_BLD.reshape(schedule.microbatches, -1, *x_BLD.shape[1:])
     # What the first stage starts in each tick (anything where it starts nothing), and when the last one finishes.
@@ -75,3 +79,42 @@ def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axe
         nothing_BLD = to_varying(jnp.zeros_like(x_MBLD[0]), axes)
         _, y_TBLD = lax.scan(tick, nothing_BLD, (jnp.arange(ticks), x_MBLD[starts], slots))
     return y_TBLD[np.array(ends)].reshape(x_BLD.shape)
+
+
+def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: stages.State,
+             schedule: Schedule) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns `loss`, not to be differentiated, of any schedule; arguments as there."""
+    axes = stages.activation_axes(params, par)
+    params = decoder.use_replicated_params(params, config, par)
+    scales, ring, last_chunk = stages.own_scales(state, schedule.chunks), schedule.chunks > 1, schedule.chunks - 1
+    chunks = stages.in_chunks(params["layers"], schedule)
+    first, last = stages.is_first(), stages.is_last()
+    batch = [a.reshape(schedule.microbatches, -1, a.shape[-1]) for a in (tokens_BL, targets_BL, weights_BL)]
+
+    def tick(carry, t):
+        received_BLD, nll, count = carry
+        m, chunk, live = schedule.work(t - lax.axis_index(send.AXIS))
+        m = jnp.clip(m, 0, schedule.microbatches - 1)
+        tokens_BL, targets_BL, weights_BL = (lax.dynamic_index_in_dim(a, m, keepdims=False) for a in batch)
+
+        def embed():
+            return to_varying(decoder.embed(params, tokens_BL, config, par, state), axes)
+
+        def run_layers():
+            of_chunk = lambda tree: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False), tree)
+            return decoder.layers(of_chunk(chunks), x_BLD, tokens_BL.shape[-1], config, par=par, state=of_chunk(scales))
+
+        def head():
+            return stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
+
+        x_BLD = lax.cond(live & first & (chunk == 0), embed, lambda: received_BLD)
+        y_BLD = stages.where_true(live, run_layers, axes)
+        ends = live & last & (chunk == last_chunk)
+        more = stages.where_true(ends, head, axes - {par.axis})
+        received_BLD = send.send(y_BLD, state.get(send.SITE), live, live, par, ring=ring)
+        return (received_BLD, nll + more[0], count + more[1]), None
+
+    nothing_BLD = to_varying(stages.nothing(tokens_BL, config, par, schedule), axes)
+    zero = to_varying(jnp.zeros(()), axes - {par.axis})
+    (_, nll, count), _ = lax.scan(tick, (nothing_BLD, zero, zero), jnp.arange(schedule.forward_ticks))
+    return nll, count

@@ -33,7 +33,7 @@ from taco_jax.tensor_parallel import to_varying
 
 
 class _Sums(NamedTuple):
-    """What grows with every backward pass: gradients, the sites' measures, the loss."""
+    """Sums over backward passes: gradients, the sites' measures, the loss."""
 
     grads: Any
     measures: dict[str, jax.Array]

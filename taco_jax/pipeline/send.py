@@ -1,4 +1,4 @@
-"""What travels between stages: activations to the next stage, their gradients back, each with a codec of its own.
+"""Messages between stages: activations to the next stage, their gradients back, each with a codec of its own.
 
 The message is `taco_jax.ppermute` at site `pp/act`: every rank of a stage sends its x to the same rank of the next one,
 `codec.wire_bytes(x.size)` bytes a tick, empty ticks too (a permutation is one program for all ranks).
@@ -23,7 +23,7 @@ SITE = "pp/act"
 
 
 def plan(config: TrainConfig) -> dict[str, Compression | None]:
-    """How the site of a config's stages is compressed, as in `Plan.resolve`; empty without stages.
+    """Returns how the site of a config's stages is compressed, as in `Plan.resolve`; empty without stages.
 
     Messages of every size are, unless compression.min_bytes is set: what is tuned is tuned for sums over tp.
     """

@@ -1,4 +1,4 @@
-"""What a stage holds and does: its layers, and on the first and the last stage the ends of the model.
+"""A stage's parts and work: its layers, and on the first and the last stage the ends of the model.
 
 Layers stay one stacked array over all stages; each rank of pp holds the n_layers / pp of its stage. Embedding, final
 norm and head are whole on every stage and used on one: their gradients are summed over pp, once (`sum_over_stages`),
@@ -23,11 +23,10 @@ from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.projections import State
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline.send import AXIS
 from taco_jax.tensor_parallel import to_varying
-
-State = Mapping[str, SiteScales | None]
 
 
 def is_first() -> jax.Array:

@@ -24,15 +24,13 @@ from typing import Any
 import jax
 
 from taco_jax.config import CheckpointConfig, ConfigError
-from taco_jax.train.digests import digests
+from taco_jax.train.digests import DIGESTS, record_of, take_damaged
 from taco_jax.train.workdir import CONFIG, set_aside
 
 # Parts of a state that a run can do without: what is stored is used where it fits.
 _SCALES, _COPY = "scales", "copy"
-# What the record has beside the run's own values: digests of the arrays, those without a dim's padding, and its own.
-_DIGESTS, _UNPADDED, _RECORD = "digests", "unpadded_digests", "record_digest"
-# In records of earlier versions: which padding all digests leave out, of every dim that has its length.
-_VOCABULARY = "vocabulary"
+# What the record has beside the run's own values and the arrays' digests: its own digest.
+_RECORD = "record_digest"
 # And whose it is: the digest of the settings that its workdir was made with.
 _SETTINGS = "settings_digest"
 # A file of Orbax' in every step's folder.
@@ -178,7 +176,7 @@ class Checkpoints:
         args, arrays = self._ocp.args, _fields(state)
         parts = {name: arrays.pop(name, None) for name in (_SCALES, _COPY)}
         named = _named({"state": arrays, **parts})
-        record = {"step": step, **run} | _digests(named, *vocabulary)
+        record = {"step": step, **run} | record_of(named, *vocabulary)
         if (settings := self._settings()) is not None:
             record[_SETTINGS] = settings
         items = {"state": args.StandardSave(arrays), "run": args.JsonSave(record | {_RECORD: _json_digest(record)})}
@@ -290,7 +288,7 @@ class Checkpoints:
         found = self._readable(step, lambda: self._manager.restore(step, args=args)["run"])
         run = self._readable(step, lambda: {"step": found["step"], **found})
         digest = run.pop(_RECORD, None)
-        if (digest is None) != (_DIGESTS not in run) or (digest is not None and digest != _json_digest(run)):
+        if (digest is None) != (DIGESTS not in run) or (digest is not None and digest != _json_digest(run)):
             raise CheckpointError(f"checkpoint {self.folder / str(step)}: its record is damaged; {self._before(step)}")
         if run["step"] != step:
             free = run["step"] not in self.steps()
@@ -317,7 +315,7 @@ class Checkpoints:
     def _check_complete(self, step: int, run: dict[str, Any], meta: Any) -> None:
         """Raises CheckpointError where arrays of the record are not stored: a part of the checkpoint was deleted."""
         stored = _named({part: _tree(meta, part) for part in ("state", _SCALES, _COPY)})
-        missing = sorted(run.get(_DIGESTS, {}).keys() - stored.keys())
+        missing = sorted(run.get(DIGESTS, {}).keys() - stored.keys())
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
@@ -326,22 +324,9 @@ class Checkpoints:
             )
 
     def _check_digests(self, step: int, run: dict[str, Any], found: Any, stored: Any) -> None:
-        """Raises CheckpointError where arrays are not those that were saved. Earlier versions saved no digests."""
-        saved, unpadded = run.pop(_DIGESTS, None), run.pop(_UNPADDED, {})
-        vocabulary = run.pop(_VOCABULARY, (0, 0))
-        if saved is None:
-            return
+        """Raises CheckpointError where arrays are not those that were saved."""
         shapes = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
-        named = {name: leaf for name, leaf in _named(found).items() if name in saved}
-        # Elements beyond what was stored are padding, too.
-        limits = {name: _limits(shapes[name], vocabulary) for name in named}
-        for name, leaf in named.items():
-            # An array with less padding than was stored is compared without any.
-            for dim in (str(d) for d, (now, then) in enumerate(zip(leaf.shape, shapes[name])) if now < then):
-                if dim in unpadded.get(name, {}):
-                    size, saved[name] = unpadded[name][dim]
-                    limits[name] = tuple(size if str(d) == dim else n for d, n in enumerate(limits[name]))
-        damaged = [name for name, digest in digests(named, limits).items() if digest != saved[name]]
+        damaged = take_damaged(run, _named(found), shapes)
         if damaged:
             more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
             raise CheckpointError(
@@ -401,26 +386,6 @@ def _named(tree: Any) -> dict[str, Any]:
     return {".".join(_name(key) for key in path): leaf for path, leaf in leaves}
 
 
-def _limits(shape: tuple[int, ...], vocabulary: Sequence[int]) -> tuple[int, ...]:
-    """Of each dim of a stored array, from which coordinate on there is padding."""
-    size, padded = vocabulary
-    return tuple(size if n == padded else n for n in shape)
-
-
-def _digests(named: dict[str, jax.Array], size: int, padded: int) -> dict[str, Any]:
-    """Of every array as it is stored, and {name: {dim: [size, digest]}} without what a dim has beyond `size`.
-
-    The latter of every dim as long as the padded vocabulary: its length alone does not tell that it is one of tokens.
-    """
-    found = {_DIGESTS: digests(named, {name: leaf.shape for name, leaf in named.items()}), _UNPADDED: {}}
-    for dim in range(max((leaf.ndim for leaf in named.values()), default=0)) if size < padded else ():
-        arrays = {name: leaf for name, leaf in named.items() if leaf.ndim > dim and leaf.shape[dim] == padded}
-        limits = {name: (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]) for name, leaf in arrays.items()}
-        for name, digest in digests(arrays, limits).items():
-            found[_UNPADDED].setdefault(name, {})[str(dim)] = [size, digest]
-    return found
-
-
 def _json_digest(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
@@ -435,7 +400,7 @@ def _tree(meta: Any, item: str) -> Any:
 
 
 def _alike(stored: Any, scales: Any) -> Any:
-    """What to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
+    """Returns what to restore of the sites `stored`: as in `scales`, those that it has not too, on the same devices."""
     leaf = jax.tree.leaves(scales)[0]
     place = lambda meta: jax.ShapeDtypeStruct(meta.shape, meta.dtype, sharding=leaf.sharding)
     whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}

@@ -6,8 +6,9 @@
     c    <- c + decode(all_gather(encode(w_r - c_r)))             parameters a codec
 
 c is the copy that every rank computes with. Differences are small and all of one size, so 4 to 8 bits are enough, and
-what a codec loses stays in the next difference: errors do not add up. Without ZeRO-1 the sum is an all-reduce, or
-within and between hosts a reduce-scatter, an all-reduce and an all_gather (`taco_jax.train.levels`).
+what a codec loses stays in the next difference: errors do not add up. Without ZeRO-1 the sum is an all-reduce.
+`sdp4` is SDP4Bit's (arXiv 2410.15526): a sum in levels (`collectives/hierarchical.py`), in 8 bits inside a host, whose
+links are fast, and in 4 bits between hosts.
 
 Gradients and parameters travel in buckets: leaves side by side, each from a multiple of the codec's block, so that no
 block has elements of two; a leaf above the bucket's size goes in as many chunks. Buckets depend on nothing of each
@@ -15,13 +16,15 @@ other, and that of an untied head, whose gradient is ready first, is its own: XL
 next. Layers are scanned, so that the gradients of all layers come together, when the backward pass ends.
 
 Bytes sent by one rank, for n elements of a device's part of the parameters and P ranks: (P-1)/P wire_bytes(n) for the
-gradients, the same for the parameters; without ZeRO-1 2 (P-1)/P wire_bytes(n) for the gradients alone.
+gradients, the same for the parameters; without ZeRO-1 2 (P-1)/P wire_bytes(n) for the gradients alone. In levels,
+see `collectives/hierarchical.py`.
 
 Sources: ZeRO (arXiv 1910.02054), SDP4Bit (arXiv 2410.15526).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -36,14 +39,25 @@ from taco_jax import collectives
 from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.manual_region import axis_tuple
+from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression.compression import MAX_CHUNKS, Compression
 from taco_jax.config import TrainConfig
-from taco_jax.train import levels
 from taco_jax.train.shards import Cut, buckets, cut, pack, unpack
 
 GRADIENTS, PARAMETERS = comm_log.GRADIENTS, "dp/params"
 BF16 = "bfloat16"
+SDP4, INSIDE, BETWEEN = "sdp4", "int8h", "int4h"
+
+
+def gradient_compression(gradients: str, mesh: Mesh, devices_per_host: int | None = None) -> Compression:
+    """Returns how the setting `data_parallel.gradients` sums over axis dp of `mesh`; `sdp4` depends on its hosts."""
+    if gradients != SDP4:
+        return Compression(gradients)
+    inside = ranks_per_host(mesh, "dp", devices_per_host)
+    if inside in (1, mesh.shape["dp"]):
+        return Compression(BETWEEN if inside < mesh.shape["dp"] else INSIDE)
+    return Compression(INSIDE, between_hosts=BETWEEN, algorithm="hierarchical", ranks_per_host=inside)
 
 
 class DataParallel:
@@ -58,7 +72,7 @@ class DataParallel:
         c = config.data_parallel
         self.config, self.mesh, self.specs = config, mesh, specs
         self.ranks = mesh.shape["dp"]
-        self.levels = levels.choose(c.gradients, mesh, config.mesh.devices_per_host)
+        self.gradients = gradient_compression(c.gradients, mesh, config.mesh.devices_per_host)
         self.sharded = c.zero1 and self.ranks > 1
         self.has_copy = self.sharded and c.parameters != "none"
         self.copy_dtype = jnp.dtype(BF16 if c.parameters == BF16 else config.compute_dtype)
@@ -75,12 +89,18 @@ class DataParallel:
     @property
     def codecs(self) -> list[str]:
         """The codecs of the messages over dp, but for `none`."""
-        used = {*self.levels.codecs, self._parameter_codec} if self.ranks > 1 else set()
+        used = {codec.name for codec in self._gradient_codecs} | {self._parameter_codec} if self.ranks > 1 else set()
         return sorted(used - {"none"})
 
     @property
+    def _gradient_codecs(self) -> list[Codec]:
+        """The codec of the gradients' sum, and that between hosts where there is another."""
+        between = self.gradients.between
+        return [self.gradients.codecs[1], *([between] if between is not None else [])]
+
+    @property
     def gradient_bytes(self) -> int:
-        """Of one rank's gradients before they are summed, on one device."""
+        """Bytes of one rank's gradients before they are summed, on one device."""
         return sum(4 * math.prod(c.shape) for c in self._cuts)
 
     @property
@@ -89,36 +109,29 @@ class DataParallel:
 
     @property
     def master_specs(self) -> Any:
-        """Of `TrainState.params`."""
+        """Specs of `TrainState.params`."""
         return self.share_specs if self.has_copy else self.specs
 
     # Gradients
 
     @property
     def partial_specs(self) -> Any:
-        """Of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
+        """Specs of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
         return jax.tree.map(lambda spec: P("dp", *spec), self.specs)
 
     def reduce(self, partial: Any) -> Any:
         """The sum of every rank's gradients float32[dp, ...]: shares with ZeRO-1, else whole on every rank."""
-        axis = self.levels.axis
-        run = jax.shard_map(
-            lambda partial: self._reduce(jax.tree.map(lambda g: g.squeeze(0), partial)),
-            mesh=self.levels.mesh,
-            in_specs=(jax.tree.map(lambda spec: P(axis, *spec), self.specs),),
-            out_specs=jax.tree.map(lambda c: c.share_spec(axis), self.cuts) if self.sharded else self.specs,
-        )
-        return run(partial)
+        local = lambda partial: self._reduce(jax.tree.map(lambda g: g.squeeze(0), partial))
+        return self._map(local, self.partial_specs, out_specs=self.share_specs if self.sharded else self.specs)(partial)
 
     def _reduce(self, grads: Any) -> Any:
-        codecs = [level.codec for level in self.levels.levels]
-        if self.ranks == 1 or (not self.sharded and all(codec.exact for codec in codecs)):
+        if self.ranks == 1 or (not self.sharded and self.gradients.is_exact):
             # XLA makes its own buckets of an exact sum.
             size = sum(leaf.size for leaf in jax.tree.leaves(grads))
             comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
             return lax.psum(grads, "dp")
         with comm_log.marked("gradient", "backward"):
-            return self._reduce_buckets(grads, self._block(*codecs))
+            return self._reduce_buckets(grads, self._block(*self._gradient_codecs))
 
     def _reduce_buckets(self, grads: Any, block: int) -> Any:
         leaves = self._tree.flatten_up_to(grads)
@@ -127,41 +140,17 @@ class DataParallel:
             site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
             if self.sharded:
                 rows = [c.rows(leaves[i]) for c, i in zip(cuts, bucket)]
-                packed = self._reduce_scatter(self._tiled(pack(rows, block), self.levels.levels[0].codec), site)
+                x_PN = self._tiled(pack(rows, block), self._gradient_codecs[0])
+                options = self._options(self.gradients, x_PN.size, site)
+                packed = collectives.psum_scatter(x_PN, "dp", **options)
                 for c, i, part in zip(cuts, bucket, unpack(packed, [r.shape[-1] for r in rows], block)):
-                    out[i] = c.without_padding(part.reshape(c.share_shape), self.levels.axis)
+                    out[i] = c.without_padding(part.reshape(c.share_shape))
             else:
-                packed = self._all_reduce(pack([leaves[i].reshape(-1) for i in bucket], block), site)
+                x_N = pack([leaves[i].reshape(-1) for i in bucket], block)
+                packed = collectives.psum(x_N, "dp", **self._options(self.gradients, x_N.size, site))
                 for i, part in zip(bucket, unpack(packed, [leaves[i].size for i in bucket], block)):
                     out[i] = part.reshape(leaves[i].shape)
         return self._tree.unflatten(out)
-
-    def _reduce_scatter(self, x_PN: jax.Array, site: str) -> jax.Array:
-        """[P, N] -> this rank's row of the sum."""
-        n = x_PN.shape[-1]
-        # Rank r is rank r % inside of host r // inside.
-        x = x_PN.reshape(*(level.ranks for level in reversed(self.levels.levels)), n)
-        for level in self.levels.levels:
-            options = self._options(level.codec, x.size, self._level_site(site, level))
-            x = collectives.psum_scatter(x, level.axis, scatter_dimension=x.ndim - 2, **options)
-        return x
-
-    def _all_reduce(self, x_N: jax.Array, site: str) -> jax.Array:
-        inner, *outer = self.levels.levels
-        options = lambda level, size: self._options(level.codec, size, self._level_site(site, level))
-        if not outer:
-            return collectives.psum(x_N, inner.axis, **options(inner, x_N.size))
-        (outer,) = outer
-        size = x_N.size
-        # Every rank's part begins at a block of the whole.
-        x = pack([x_N], inner.ranks * self._block(inner.codec, outer.codec))
-        x = collectives.psum_scatter(x, inner.axis, tiled=True, **options(inner, x.size))
-        x = collectives.psum(x, outer.axis, **options(outer, x.size))
-        gather = {"axis": 0, "tiled": True, "to": "invarying"}
-        return collectives.all_gather(x, inner.axis, **gather, **options(inner, size))[:size]
-
-    def _level_site(self, site: str, level: levels.Level) -> str:
-        return site if len(self.levels.levels) == 1 else f"{site}/{level.axis.removeprefix('dp_')}"
 
     # Parameters
 
@@ -202,7 +191,7 @@ class DataParallel:
 
     @property
     def gather_dtype(self):
-        """Of the values that `spread` sends, before any codec."""
+        """Dtype of the values that `spread` sends, before any codec."""
         return self.copy_dtype if self.has_copy and not self.differences else jnp.dtype(jnp.float32)
 
     def _gather(self, shares: Any, codec: Codec, dtype) -> Any:
@@ -215,7 +204,7 @@ class DataParallel:
             if dtype == BF16:
                 # As bits: XLA on CPU would widen the message.
                 x_N = lax.bitcast_convert_type(x_N, jnp.uint16)
-            options = self._options(codec, self.ranks * x_N.size, f"{PARAMETERS}/{number}")
+            options = self._options(Compression(codec), self.ranks * x_N.size, f"{PARAMETERS}/{number}")
             x_PN = collectives.all_gather(x_N, "dp", to="invarying", **options)
             if dtype == BF16:
                 x_PN = lax.bitcast_convert_type(x_PN, jnp.bfloat16)
@@ -226,12 +215,11 @@ class DataParallel:
     def _map(self, local, *in_specs, out_specs):
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
-    def _options(self, codec: Codec, size: int, site: str) -> dict[str, Any]:
-        """Of a bucket's message of `size` float32 values. Peer memory is left to the layers."""
-        chunks = min(MAX_CHUNKS, math.ceil(size / self._limit))
-        backend = self.config.compression.backend
-        compression = Compression(codec, min_bytes=0, chunks=chunks, backend=backend, link="nccl")
-        return {"compression": compression, "site": site}
+    def _options(self, compression: Compression, size: int, site: str) -> dict[str, Any]:
+        """Keywords of a bucket's message of `size` float32 values. Peer memory is left to the layers."""
+        chunks, backend = min(MAX_CHUNKS, math.ceil(size / self._limit)), self.config.compression.backend
+        changed = dataclasses.replace(compression, min_bytes=0, chunks=chunks, backend=backend, link="nccl")
+        return {"compression": changed, "site": site}
 
     def _tiled(self, x: jax.Array, codec: Codec) -> jax.Array:
         """Shares [..., N] of whole tiles of kernels where that costs little: an all-reduce sees to it by itself."""

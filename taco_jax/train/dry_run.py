@@ -17,12 +17,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import OPERATIONS
 from pallas_kernels.nvlink.obstacles import OPERATIONS as LINK_OPERATIONS
+from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
 from taco_jax.config import ConfigError, TrainConfig, microbatch, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
 from taco_jax.train import step as step_lib
-from taco_jax.train.levels import SDP4
+from taco_jax.train.data_parallel import SDP4
 
 GB = 1e9
 
@@ -94,7 +95,8 @@ def _config_text(config: TrainConfig) -> str:
 
 
 def _kernel_text(program: step_lib.Program, choices: dispatch.Choices) -> str:
-    """What runs each codec, one line where it is the same for all operations, and from what size messages use it."""
+    """Returns what runs each codec, one line where it is the same for all operations, and from what size messages use
+    it."""
     device = program.mesh.devices.flat[0]
     lines = [f"codec implementation ({device.device_kind})"]
     of_levels = {level.codec for row in program.table.rows() for level in row.levels}
@@ -157,7 +159,7 @@ def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
 
 
 def _sequence_text(config: TrainConfig) -> list[str]:
-    """Whether activations are cut along the sequence, and why; nothing where tp is 1."""
+    """Returns whether activations are cut along the sequence, and why; nothing where tp is 1."""
     on, why = sequence_parallel(config)
     return [f"sequence parallelism: {'on' if on else 'off'} ({why})"] if config.mesh.tp > 1 else []
 
@@ -180,7 +182,7 @@ def _pipeline_text(program: step_lib.Program) -> str:
 
 
 def _hosts_text(program: step_lib.Program) -> list[str]:
-    """Whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
+    """Returns whether sums over tp go in levels, and why; nothing where tp is on one host and nobody asked for levels."""
     tp, local, c = program.config.mesh.tp, program.ranks_per_host, program.config.compression
     if tp == 1 or (local == tp and c.algorithm != "hierarchical"):
         return []
@@ -209,12 +211,15 @@ def _source_of_hosts(program: step_lib.Program) -> str:
 
 
 def _data_parallel_text(program: step_lib.Program) -> list[str]:
-    """How gradients are summed over dp and who holds what; nothing where dp is 1."""
+    """Returns how gradients are summed over dp and who holds what; nothing where dp is 1."""
     dp, c = program.data_parallel, program.config.data_parallel
     if dp.ranks == 1:
         return []
-    levels = [f"{level.codec.name} over {level.ranks} ranks ({level.axis})" for level in dp.levels.levels]
-    lines = [f"data parallelism (dp {dp.ranks})", f"  gradients: {', then '.join(levels)}, float32 sums"]
+    codec, between, inside = dp.gradients.codecs[1].name, dp.gradients.between, dp.gradients.ranks_per_host
+    how = f"{codec} over {dp.ranks} ranks"
+    if between is not None:
+        how = f"{codec} inside hosts of {inside} ranks, {between.name} between {dp.ranks // inside} hosts"
+    lines = [f"data parallelism (dp {dp.ranks})", f"  gradients: {how}, float32 sums"]
     if c.gradients == SDP4:
         inside = ranks_per_host(program.mesh, "dp", program.config.mesh.devices_per_host)
         hosts = f"{dp.ranks // inside} hosts of {inside} ranks" if inside < dp.ranks else "one host"
@@ -278,14 +283,20 @@ def _site_text(program: step_lib.Program) -> str:
         lines.append(f"  {traffic} {sent / 1e6:.3f} MB a step, {saving}")
     else:
         lines.append(f"  {traffic}: none (tp 1)")
-    inside, between = (sum(r.bytes_of(level) for r in rows) for level in ("inside", "between"))
-    if between:
-        lines.append(f"  of it in levels: {inside / 1e6:.3f} MB inside hosts, {between / 1e6:.3f} MB between hosts")
+    lines += _in_levels(rows, "activation")
     for kind, what in (("gradient", "gradients over dp"), ("parameter", "parameters over dp")):
         sent, bf16 = program.table.total(kind)
         if sent:
             lines.append(
                 f"  {what} {sent / 1e6:.3f} MB a step, {bf16 / sent:.3f}x less than bf16 ({bf16 / 1e6:.3f} MB)"
             )
+        lines += _in_levels(rows, kind)
     lines.append(f"  all traffic {everything / 1e6:.3f} MB a step")
     return "\n".join(lines)
+
+
+def _in_levels(rows: list[comm_log.Row], kind: str) -> list[str]:
+    """The line of what rows of a kind send inside hosts and between; nothing where none goes in levels."""
+    inside, between = (sum(r.bytes_of(level) for r in rows if r.kind == kind) for level in ("inside", "between"))
+    mb = lambda n: f"{n / 1e6:.3f} MB"
+    return [f"  of it in levels: {mb(inside)} inside hosts, {mb(between)} between hosts"] if between else []

@@ -303,7 +303,7 @@ class Run:
             ) from error
 
     def _way_back(self) -> str:
-        """Which checkpoints a run that diverged can go on from."""
+        """Returns which checkpoints a run that diverged can go on from."""
         present = self.checkpoints.steps()
         if not present:
             return "There is no checkpoint to go on from."

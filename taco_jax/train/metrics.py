@@ -1,4 +1,4 @@
-"""What a run measures about itself: throughput, model FLOP/s, memory, and the records of `metrics.jsonl`.
+"""Measurements that a run makes of itself: throughput, model FLOP/s, memory, and the records of `metrics.jsonl`.
 
 A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "step_seconds",
 "comm_bytes", "comm_bytes_bf16", "comm", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and

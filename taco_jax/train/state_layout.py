@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training state, the same on every mesh: whole leaves, as the model has them.
+"""The layout of a training state in a checkpoint, the same on every mesh: whole leaves, as the model has them.
 
 A state's arrays are stored as they are, however they are spread, with three exceptions. Shares of a leaf that no dim of
 which divides over dp (`taco_jax.train.shards`) are stored without their padding. Layers in chunks

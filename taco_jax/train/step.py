@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from taco_jax import pipeline
 from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
@@ -42,7 +43,6 @@ from taco_jax.mesh import AXES
 from taco_jax.models import blocks, decoder
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
-from taco_jax.pipeline import program as pipeline
 from taco_jax.tensor_parallel import to_varying
 from taco_jax.train import optim
 from taco_jax.train.data_parallel import DataParallel
@@ -65,7 +65,7 @@ CHAIN_OPTIONS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step reads and writes.
+    """The state that a step reads and writes.
 
     step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
     name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else. copy:
@@ -82,7 +82,7 @@ class TrainState:
 
     @property
     def weights(self) -> Any:
-        """What the model computes with."""
+        """Returns the parameters that the model computes with."""
         return self.params if self.copy is None else self.copy
 
 
@@ -150,7 +150,7 @@ class Program:
 
     @property
     def codecs_of_sums(self) -> list[str]:
-        """Those of all sites but that of the stages, whose messages are no sums over tp."""
+        """Codecs of all tensor-parallel sites (pipeline sends excluded)."""
         return self._codecs_of(site for site, _ in self.parallel.plan if site != pipeline.SITE)
 
     def _codecs_of(self, names: Iterable[str]) -> list[str]:
@@ -158,7 +158,7 @@ class Program:
         return sorted({codec.name for c in compressions for codec in c.codecs})
 
     def _check_codecs(self) -> None:
-        """What would else come up as a traceback from within the step: a file of tuned values."""
+        """Raises ConfigError for a file of tuned values that the step could not read."""
         device = self.mesh.devices.flat[0]
         for codec in self.codecs_of_sums:
             try:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taco_jax.codec.hadamard import ROTATIONS, block_signs, hadamard_signs, rotate, unrotate
+from pallas_kernels.formats import ROTATIONS, block_signs, hadamard_signs
+from taco_jax.codec.hadamard import rotate, unrotate
 
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.formats import section_offsets
 from taco_jax.codec import wire
 
 pack = jax.jit(wire.pack, static_argnums=1)
@@ -62,11 +63,11 @@ def test_byte_planes_are_little_endian():
 
 
 def test_sections_start_at_128_and_messages_end_at_1024():
-    assert wire.section_offsets([128, 1]) == ([0, 128], 1024)
-    assert wire.section_offsets([129, 5, 5]) == ([0, 256, 384], 1024)
-    assert wire.section_offsets([1024]) == ([0], 1024)
-    assert wire.section_offsets([1024, 1]) == ([0, 1024], 2048)
-    assert wire.section_offsets([900, 125, 1]) == ([0, 1024, 1152], 2048)
+    assert section_offsets([128, 1]) == ([0, 128], 1024)
+    assert section_offsets([129, 5, 5]) == ([0, 256, 384], 1024)
+    assert section_offsets([1024]) == ([0], 1024)
+    assert section_offsets([1024, 1]) == ([0, 1024], 2048)
+    assert section_offsets([900, 125, 1]) == ([0, 1024, 1152], 2048)
 
 
 def test_assembled_gaps_are_zero():

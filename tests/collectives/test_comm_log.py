@@ -196,7 +196,7 @@ def test_codecs_by_axis_and_direction():
         {"direction": "backward", "codec": "int8h", "levels": (inside, between)},
         {"axis": ("pp",), "codec": "int8_token"},
         {"axis": ("dp", "tp"), "site": "loss", "kind": "other"},
-        {"axis": ("dp_out",), "codec": "int4h", "site": "dp/params/0", "kind": "parameter"},
+        {"axis": ("dp",), "codec": "int4h", "site": "dp/params/0", "kind": "parameter"},
     ):
         table.add(dataclasses.replace(row, **changes))
     assert table.codecs() == (

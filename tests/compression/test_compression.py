@@ -60,7 +60,7 @@ def test_as_compression():
         ValueError, match="compression='int4h,blok=32': 'blok=32' must be FIELD=VALUE; did you mean 'blo"
     ):
         as_compression("int4h,blok=32")
-    with pytest.raises(ValueError, match="head='' is unknown"):
+    with pytest.raises(ValueError, match="head='taco:': lacks a codec beside ':'; must be CODEC or FORWARD:BACKWARD"):
         as_compression("taco:", "head")
     with pytest.raises(TypeError, match="compression=8: must be a preset's name, a Codec, a Compression or None"):
         as_compression(8)

@@ -384,7 +384,7 @@ def test_float32_sums_are_rounded_once(in_turn):
     import numpy as np
     from jax.sharding import PartitionSpec as P
 
-    from taco_jax.models import blocks, chains
+    from taco_jax.models import blocks, overlap
     from taco_jax.models.run_config import Parallel
 
     mesh, par = in_turn.made.mesh, Parallel(plan={}, dtype=jnp.bfloat16)
@@ -394,9 +394,9 @@ def test_float32_sums_are_rounded_once(in_turn):
 
     def both(x_BLD, w_DF, y_BLF, v_FD):
         """(the gradient of x of sum(y * (x @ w)), y @ v)"""
-        entered = lambda x: blocks.column(chains.enter(x, par, {}, "in"), [{"kernel": w_DF}], par)[0]
+        entered = lambda x: blocks.column_parallel(overlap.column_input(x, par, {}, "in"), [{"kernel": w_DF}], par)[0]
         product, back = jax.vjp(entered, x_BLD.astype(par.dtype))
-        return back(y_BLF.astype(product.dtype))[0], chains.row_sum(y_BLF, v_FD, None, par, {}, "out")[0]
+        return back(y_BLF.astype(product.dtype))[0], overlap.row_parallel(y_BLF, v_FD, None, par, {}, "out")[0]
 
     specs = P(), P(None, "tp"), P(None, None, "tp"), P("tp")
     run = lambda: jax.jit(jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=P()))(x_BLD, w_DF, y_BLF, v_FD)

@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "feedback-sign",
         "the error of a sum is fed back with the wrong sign",
-        "taco_jax/collectives/residuals.py",
+        "taco_jax/collectives/all_reduce.py",
         "error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)",
         "error_S = (decoded_S - x_S.astype(jnp.float32)).astype(x_S.dtype)",
         ("tests/collectives/test_error_feedback.py -k what_went_in",),
@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant(
         "feedback-second-hop",
         "what the second hop of a sum lost is not fed back",
-        "taco_jax/collectives/residuals.py",
+        "taco_jax/collectives/all_reduce.py",
         "return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)",
         "return jnp.zeros_like(sum_N)",
         ("tests/collectives/test_error_feedback.py -k what_went_in",),

@@ -177,7 +177,7 @@ MUTANTS = (
         "taco_jax/inference/loading.py",
         'sources = (folder / "config.json", config), (generation, read_object(generation, needed=False))',
         'sources = [(folder / "config.json", config)]',
-        ("tests/inference/test_model_files.py", "tests/inference/test_loading.py"),
+        ("tests/inference/test_model_config.py", "tests/inference/test_loading.py"),
     ),
     Mutant(
         "perplexity-filling",

@@ -8,10 +8,10 @@ MOSAIC = "tests/pallas_kernels/test_mosaic_interpreter.py -k "
 MUTANTS = (
     Mutant(
         "formats-maximum",
-        "kernels clip int6 at 32",
+        "int6 clips at 32, everywhere alike",
         "pallas_kernels/formats.py",
-        '"int6": (6, 31.0,',
-        '"int6": (6, 32.0,',
+        'Element("int6", 6, 31.0,',
+        'Element("int6", 6, 32.0,',
         ("tests/pallas_kernels/test_formats.py",),
     ),
     Mutant(

@@ -81,7 +81,7 @@ MUTANTS = (
         "taco_jax/models/run_config.py",
         "policy = policies.save_only_these_names(*REMAT_NAMES)",
         "policy = policies.nothing_saveable",
-        ("tests/models/test_decoder.py -k test_messages", "tests/models/test_chains.py -k recomputation"),
+        ("tests/models/test_decoder.py -k test_messages", "tests/models/test_overlap.py -k recomputation"),
     ),
     Mutant(
         "initial-values",
@@ -134,18 +134,18 @@ MUTANTS = (
     Mutant(
         "chains-joined",
         "the chains of a batch are joined in reverse",
-        "taco_jax/models/chains.py",
+        "taco_jax/models/overlap.py",
         "return xs[0] if len(xs) == 1 else jnp.concatenate(xs)",
         "return jnp.concatenate(xs[::-1])",
-        ("tests/models/test_chains.py -k gradients_equal",),
+        ("tests/models/test_overlap.py -k gradients_equal",),
     ),
     Mutant(
         "feedback-of-layers",
         "a layer drops the error that its sums carry along",
-        "taco_jax/models/chains.py",
-        "        return Stream(x_BLD, error_BLD)\n",
-        "        return Stream(x_BLD, None if error_BLD is None else 0 * error_BLD)\n",
-        ("tests/models/test_feedback_layers.py -k nearer", "tests/inference/test_forward.py -k feedback_leaves"),
+        "taco_jax/models/overlap.py",
+        "        return ResidualStream(x_BLD, error_BLD)\n",
+        "        return ResidualStream(x_BLD, None if error_BLD is None else 0 * error_BLD)\n",
+        ("tests/models/test_projections.py -k nearer", "tests/inference/test_forward.py -k feedback_leaves"),
     ),
     Mutant(
         "hf-transposed",

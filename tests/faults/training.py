@@ -70,9 +70,9 @@ MUTANTS = (
     Mutant(
         "levels-order",
         "shares of gradients that go in levels end on the wrong ranks",
-        "taco_jax/train/data_parallel.py",
-        "x = x_PN.reshape(*(level.ranks for level in reversed(self.levels.levels)), n)",
-        "x = jnp.moveaxis(x_PN.reshape(*(level.ranks for level in self.levels.levels), n), -2, 0)",
+        "taco_jax/collectives/hierarchical.py",
+        "wires_LHW = wires_PW.reshape(outer.ranks, inner.ranks, -1).swapaxes(0, 1)",
+        "wires_LHW = wires_PW.reshape(inner.ranks, outer.ranks, -1)",
         ("tests/train/test_data_parallel.py -k sums",),
     ),
     Mutant(

@@ -115,7 +115,8 @@ def test_compressed_prompts_and_exact_steps(generator):
     assert answers[3] == [token.id for token in compressed.generate(short[3], max_tokens=10)]
     codecs = {key[0]: {row.codec for row in table.rows()} for key, table in programs.tables.items()}
     assert codecs == {"insert": {"none", "int4h"}, "step": {"none"}}
-    chosen = dataclasses.replace(compressed.settings, min_bytes=0)
+    every_size = dataclasses.replace(compressed.settings.compression, min_bytes=0)
+    chosen = dataclasses.replace(compressed.settings, compression=every_size)
     programs = RowPrograms(compressed.config, chosen, compressed.mesh, params, BATCH, LONGEST)
     assert programs._decode_layout.par.compression("layers/mlp/down") is not None
 

@@ -12,6 +12,7 @@ from model_helpers import CONFIGS, QWEN2, Run
 
 from taco_jax import CODECS
 from taco_jax.collectives import comm_log
+from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward
@@ -81,7 +82,7 @@ PLAN = {"layers/0/mlp/*": "int8h", "layers/mlp/down": "int6h,block=64", "layers/
 def test_layers_may_send_differently():
     run = Run(QWEN2, tp=4, batch=2, length=32)
     params, tokens = run.params(), run.batch_arrays()[0]
-    prefill, _ = _functions(run, Settings(4, "mxfp4", PLAN, 0, "float32"))
+    prefill, _ = _functions(run, Settings(4, Compression("mxfp4", min_bytes=0), PLAN, "float32"))
     with comm_log.record() as table:
         lowered = prefill.lower(params, tokens[:, :SLOTS], LENGTHS[:2])
     rows = {row.site: row for row in table.rows() if row.kind == "activation"}
@@ -100,7 +101,9 @@ def test_logits_with_compressed_sums_are_near_and_not_equal(codec):
     run = Run(QWEN2, tp=4, batch=3, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0]
     exact, _ = _functions(run, Settings(4, dtype="float32"))[0](params, tokens[:, :10], LENGTHS)
-    logits, _ = _functions(run, Settings(4, codec, {}, 0, "float32"))[0](params, tokens[:, :10], LENGTHS)
+    logits, _ = _functions(run, Settings(4, Compression(codec, min_bytes=0), dtype="float32"))[0](
+        params, tokens[:, :10], LENGTHS
+    )
     error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
     assert 0 < error < (0.03 if codec == "int8h" else 0.25)
 
@@ -108,8 +111,8 @@ def test_logits_with_compressed_sums_are_near_and_not_equal(codec):
 def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact():
     run = Run(dataclasses.replace(QWEN2, n_layers=8), tp=4, batch=3, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0]
-    of = lambda codec, **options: _functions(run, Settings(4, codec, dtype="float32", **options))
-    exact, cache = of(None)[0](params, tokens[:, :10], LENGTHS)
+    of = lambda *codec, **o: _functions(run, Settings(4, Compression(*codec, **o), dtype="float32"))
+    exact, cache = of("none")[0](params, tokens[:, :10], LENGTHS)
     error = {}
     for feedback in (False, True):
         logits, _ = of("mxfp4", min_bytes=0, error_feedback=feedback)[0](params, tokens[:, :10], LENGTHS)
@@ -129,13 +132,14 @@ def test_perplexity_sees_the_last_position_as_prefill_does():
     """The same errors are fed back and the last one is delivered, so that the table says what generation gets."""
     run = Run(QWEN2, tp=4, batch=1, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0][0]
-    settings = Settings(4, "int4h", min_bytes=0, dtype="float32", error_feedback=True)
+    settings = Settings(4, Compression("int4h", min_bytes=0, error_feedback=True), dtype="float32")
     ids = [*tokens.tolist(), 7]
     score = Evaluation(QWEN2, run.mesh, params, ids, SLOTS).score(settings)
     logits, _ = _functions(run, settings)[0](params, tokens[None], np.array([SLOTS], np.int32))
     wanted = jax.nn.logsumexp(logits[0]) - logits[0, 7]
     assert score.nll[-1] == pytest.approx(float(wanted), abs=1e-5)
-    without = Evaluation(QWEN2, run.mesh, params, ids, SLOTS).score(dataclasses.replace(settings, error_feedback=False))
+    without = dataclasses.replace(settings.compression, error_feedback=False)
+    without = Evaluation(QWEN2, run.mesh, params, ids, SLOTS).score(dataclasses.replace(settings, compression=without))
     assert abs(score.nll[-1] - without.nll[-1]) > 1e-3
     assert score.sent == without.sent  # the last message is of one position, and not of these sites
 
@@ -145,13 +149,34 @@ def test_perplexity_sees_the_last_position_as_prefill_does():
     ("int8h", "auto", False), ("taco", "auto", False), ("int8_token", "auto", False),
 ])  # fmt: skip
 def test_feedback_is_for_less_than_eight_bits(codec, link, feedback):
-    of = lambda **o: Settings(4, codec, link=link, **o).layout(QWEN2, jax.devices()[0], decoding=False).par
+    settings = lambda **o: Settings(4, Compression(codec, link=link, **o))
+    of = lambda **o: settings(**o).layout(QWEN2, jax.devices()[0], decoding=False).par
     assert of().compression("layers/mlp/down").error_feedback is feedback
     if link != "nvlink":
         assert of(error_feedback=not feedback).compression("layers/mlp/down").error_feedback is not feedback
     else:
-        with pytest.raises(ConfigError, match="error_feedback=True: link='nvlink' knows no errors"):
+        with pytest.raises(ValueError, match="error_feedback=True: link='nvlink' knows no errors"):
             of(error_feedback=True)
+
+
+def test_feedback_is_not_by_itself_where_sums_leave_no_error():
+    for field in ({"algorithm": "hierarchical"}, {"between_hosts": "int8h"}, {"with_product": True}):
+        layout = Settings(4, Compression("int4h", **field)).layout(QWEN2, jax.devices()[0], decoding=False)
+        assert layout.par.compression("layers/mlp/down").error_feedback is False
+
+
+def test_codecs_of_a_plan_share_the_other_options_of_the_compression():
+    plan = {"layers/0/mlp/down": "int8h", "layers/0/attn/out": Compression("int8h"), "layers/1/mlp/down": None}
+    options = {"link": "nccl", "min_bytes": 7, "chunks": 2}
+    for codec in ("mxfp4", "none"):
+        layout = Settings(2, Compression(codec, **options), plan).layout(QWEN2, jax.devices()[0], decoding=False)
+        found = dict(layout.par.plan)
+        shared = Compression("int8h", error_feedback=False, **options)
+        assert found["layers/0-0/mlp/down"] == shared
+        assert found["layers/0-0/attn/out"] == Compression("int8h", error_feedback=False)
+        assert found["layers/1-1/mlp/down"] is None
+        rest = found["layers/1-1/attn/out"]
+        assert rest is None if codec == "none" else (rest.link, rest.min_bytes, rest.chunks) == ("nccl", 7, 2)
 
 
 def test_one_setting_is_one_segment_under_the_decoder_s_own_names():
@@ -161,7 +186,7 @@ def test_one_setting_is_one_segment_under_the_decoder_s_own_names():
     assert set(layout.scales()) == {"layers/attn/out", "layers/mlp/down"}  # a scale of ue5m3: the site scale is 1
     decoding = Settings(2, "taco").layout(QWEN2, jax.devices()[0], decoding=True)
     assert decoding.par.compression("layers/mlp/down").min_bytes == 1 << 16
-    forced = Settings(2, "taco", min_bytes=0).layout(QWEN2, jax.devices()[0], decoding=True)
+    forced = Settings(2, Compression("taco", min_bytes=0)).layout(QWEN2, jax.devices()[0], decoding=True)
     assert forced.par.compression("layers/mlp/down").min_bytes == 0
 
 

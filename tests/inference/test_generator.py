@@ -1,5 +1,7 @@
 """Generation from checkpoints against `transformers`, batches against single prompts, tp against one device."""
 
+import re
+
 import numpy as np
 import pytest
 from checkpoints import edit_json, reference_greedy, reference_logits, save
@@ -8,6 +10,7 @@ from helpers import make_mesh
 import taco_jax
 from taco_jax.config import ConfigError
 from taco_jax.inference.loading import load_params, open_checkpoint
+from taco_jax.models.config import ModelConfig
 
 pytest.importorskip("torch", reason="the reference: pip install 'taco-jax[test]'")
 pytest.importorskip("transformers", reason="the reference: pip install 'taco-jax[test]'")
@@ -191,12 +194,27 @@ def test_refusals(generator, prompts, options, message):
         ({"compression": "int4h,blok=32"}, "'blok=32' must be FIELD=VALUE; did you mean 'block'"),
         ({"compression": "int4h,block=33"}, "block=33: must be a power of two"),
         ({"plan": {"layers/mlp/dwon": "int8h"}}, "matches no site: did you mean 'layers/mlp/down'"),
+        ({"compression": "taco:"}, "compression='taco:': lacks a codec beside ':'; must be CODEC or FORWARD:BACKWARD"),
+        ({"plan": {"layers/mlp/down": ":taco"}}, "plan layers/mlp/down=':taco': lacks a codec beside ':'"),
+        ({"compression": "int8h,rounding=stochastic"}, "a layer has no key"),
+        ({"compression": 4}, "compression=4: must be a preset's name, a Codec"),
         ({"dtype": "fp8"}, "dtype='fp8': must be one of"),
     ],
 )
 def test_settings_that_cannot_work(known, options, message):
     with pytest.raises(ConfigError, match=message):
         taco_jax.Generator(known("llama")[1], **options)
+
+
+def test_old_options_are_refused_with_the_new_spelling():
+    given = "min_bytes=0, link='nccl'"
+    new = re.escape(f"compression=Compression('mxfp4', {given})")
+    with pytest.raises(TypeError, match=f"^Generator: {given}: options are one object now: {new}$"):
+        taco_jax.Generator("model", compression="mxfp4", min_bytes=0, link="nccl")
+    with pytest.raises(TypeError, match=r"Generator: error_feedback=True: .*Compression\('taco', error_feed"):
+        taco_jax.Generator.of(ModelConfig(), error_feedback=True)
+    with pytest.raises(TypeError, match="Generator: got an unexpected keyword argument 'codec'"):
+        taco_jax.Generator("model", codec="mxfp4")
 
 
 def test_shards_are_all_that_a_device_holds(known):

@@ -206,7 +206,7 @@ BAD = [
     (P | {"echo": True}, "echo", "is not supported"),
     (P | {"presence_penalty": 0.5}, "presence_penalty", "is not supported"),
     (P | {"logit_bias": {"3": 1}}, "logit_bias", "is not supported"),
-    (P | {"max_token": 3}, "max_token", "no such field; did you mean max_tokens?"),
+    (P | {"max_token": 3}, "max_token", "no such field; did you mean 'max_tokens'?"),
     (P | {"x" * 1000: 3}, "x" * 60, f"{'x' * 60}: no such field"),
     ({"messages": [{"role": "user", "content": "a", "x" * 1000: 3}]}, f"messages[0].{'x' * 60}", "is not supported"),
     (P | {"model": 3}, "model", "must be a string, not a number"),

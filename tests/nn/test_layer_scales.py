@@ -29,7 +29,7 @@ from layer_models import (
 from reference_codec import REFERENCES
 
 import taco_jax
-from taco_jax import AmaxSlot, CompressedDense, SiteScale
+from taco_jax import AmaxSlot, CompressedDense, SiteScaleState
 from taco_jax.compression.site_scales import new_scale_state
 
 SLOTS = nnx.DiffState(0, nnx.Any(nnx.Param, AmaxSlot))
@@ -162,14 +162,14 @@ def test_nnx_training_step_with_site_scales():
         loss = lambda m: jnp.mean((m(x_BLD) - y_BLD) ** 2)
         value, gradients = nnx.value_and_grad(loss, argnums=SLOTS)(model)
         optimizer.update(model, nnx.filter_state(gradients, nnx.Param))
-        nnx.update(model, taco_jax.update_scales(nnx.state(model, SiteScale), gradients))
+        nnx.update(model, taco_jax.update_scales(nnx.state(model, SiteScaleState), gradients))
         return value
 
     losses = [float(step(model, optimizer)) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
     after = by_name(nnx.state(model, nnx.Param))
     assert all((after[k] != before[k]).any() for k in before)
-    state = by_name(nnx.state(model, SiteScale))
+    state = by_name(nnx.state(model, SiteScaleState))
     assert (state["down/history"][0, :3] > 0).all() and not state["down/history"][0, 3:].any()
     assert not any(v.any() for v in by_name(nnx.state(model, AmaxSlot)).values())
     assert model.up.kernel[...].sharding.spec == P(None, "tp")
@@ -202,7 +202,7 @@ def test_orbax_as_the_docstring_says(tmp_path):
     save, restore = re.split(r"(?<=ends)\n", textwrap.dedent(recipe))
     run = lambda code, model: exec(code, {"nnx": nnx, "orbax": orbax, "folder": tmp_path / "c", "model": model})
     run(save, saved), run(restore, model)
-    want, have = (by_name(nnx.state(m, nnx.Any(nnx.Param, SiteScale))) for m in (saved, model))
+    want, have = (by_name(nnx.state(m, nnx.Any(nnx.Param, SiteScaleState))) for m in (saved, model))
     assert {"kernel", "bias", "exponents", "history"} == have.keys() == want.keys()
     assert all((have[k] == want[k]).all() for k in want)
     assert model.kernel[...].sharding == jax.sharding.NamedSharding(mesh, P("tp", None))

@@ -340,8 +340,9 @@ def test_explicit_types_that_would_have_to_be_gathered():
 def test_layers_are_imported_when_asked_for():
     run_python(
         "import sys, taco_jax; assert 'flax' not in sys.modules\n"
-        "from taco_jax import AmaxSlot, CompressedDense, SiteScale"
+        "from taco_jax import AmaxSlot, CompressedDense, SiteScaleState"
     )
     assert "CompressedDense" in dir(taco_jax)
+    assert taco_jax.SiteScale is taco_jax.SiteScaleState
     with pytest.raises(AttributeError, match="no attribute 'CompresedDense'"):
         _ = taco_jax.CompresedDense

@@ -1,19 +1,20 @@
-"""`pallas_kernels.formats` states again what `taco_jax` defines, for kernels to compile in: the two must be equal."""
+"""The facts of the format, against the reference that has them from its own description."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
+import reference_codec
 from codec_programs import PRESETS as FIXED
 from covers import cover
+from reference_codec import Reference
 
 from pallas_kernels import formats
 from pallas_kernels.dispatch import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
-from pallas_kernels.formats import Format, packing_parts
+from pallas_kernels.formats import ELEMENTS, ROTATIONS, Format
 from taco_jax import CODECS, Codec
-from taco_jax.codec import block_scale, hadamard, tah, wire
-from taco_jax.codec.elements import ELEMENTS
-from taco_jax.codec.hadamard import ROTATIONS
+from taco_jax.codec import tah
 from taco_jax.compression.dispatch import to_format
 
 SIZES = (1, 7, 127, 128, 129, 8191, 8193, 2**14 + 3, 2**20 + 8, 2**32 + 5)
@@ -22,10 +23,10 @@ BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 ROUNDINGS = ("nearest", "stochastic")
 FIELDS = cover(
     2,
-    element=tuple(formats.ELEMENTS),
+    element=formats.KERNEL_ELEMENTS,
     block=BLOCKS,
     rotation=ROTATIONS,
-    scale=tuple(formats.SCALE_BYTES),
+    scale=formats.KERNEL_SCALES,
     rounding=ROUNDINGS,
     size=SIZES,
 )
@@ -47,10 +48,12 @@ def fields_of(codec):
 
 def check(codec, fmt, n):
     assert to_format(codec) == fmt
-    lengths = codec._sections(codec.n_blocks(n))
-    offsets, total = wire.section_offsets(lengths)
-    assert fmt.sections(n) == list(zip(offsets, lengths))
-    assert fmt.wire_bytes(n) == codec.wire_bytes(n) == total
+    assert fmt.wire_bytes(n) == codec.wire_bytes(n)
+    assert fmt.wire_bytes(n) == Reference(codec.element, codec.block, codec.rotation, codec.scale).wire_bytes(n)
+    sections = fmt.sections(n)
+    assert [length for _, length in sections] == codec._sections(codec.n_blocks(n))
+    ends = [0, *(offset + length for offset, length in sections)]
+    assert all(0 <= offset - end < 128 and offset % 128 == 0 for (offset, _), end in zip(sections, ends))
     assert fmt.n_blocks(n) == codec.n_blocks(n)
 
 
@@ -85,34 +88,39 @@ def test_any_fields_have_the_codecs_layout():
 
 
 @pytest.mark.parametrize("name", formats.ELEMENTS)
-def test_elements_are_the_codecs(name):
-    element, fmt = ELEMENTS[name], Format(name, 128, "none", "bfloat16")
-    facts = (fmt.bits, fmt.maximum, fmt.mantissa, fmt.min_exponent, fmt.nan, fmt.is_float)
-    assert facts == (
-        element.bits, element.maximum, element.mantissa, element.min_exponent, element.nan, element.is_float
-    )  # fmt: skip
-    ours, theirs = fmt.reciprocal_maximum, block_scale._reciprocal_down(element.maximum)
-    assert ours.dtype == theirs.dtype == np.float32 and ours == theirs
-    for scale in ("e8m0", "ue5m3", "bfloat16"):
-        bias = block_scale._ocp_bias(element) if scale == "e8m0" else 0
-        assert Format(name, 32, "none", scale).scale_bias == bias
-    # As many bytes as `wire.pack` makes of the parts.
-    assert fmt.block // packing_parts(fmt.bits) * (packing_parts(fmt.bits) * fmt.bits // 8) == 128 * fmt.bits // 8
+def test_facts_of_elements(name):
+    element, (bits, maximum, _) = formats.ELEMENTS[name], reference_codec.ELEMENTS[name]
+    assert (element.name, element.bits, element.maximum, element.is_float) == (name, bits, maximum, name[0] == "e")
+    ours = formats.reciprocal_down(maximum)
+    assert ours.dtype == np.float32 and ours == reference_codec.reciprocal_down(maximum)
+    assert formats.packing_parts(bits) * bits % 8 == 0 and math.lcm(8, bits) == formats.packing_parts(bits) * bits
+    if name in formats.KERNEL_ELEMENTS:
+        fmt = Format(name, 32, "none", "e8m0")
+        facts = (fmt.bits, fmt.maximum, fmt.mantissa, fmt.min_exponent, fmt.nan, fmt.is_float, fmt.reciprocal_maximum)
+        assert facts == (
+            bits, maximum, element.mantissa, element.min_exponent, element.nan, element.is_float, ours
+        )  # fmt: skip
+        # OCP's MXINT8 is k / 64.
+        assert fmt.scale_bias == (6 if name == "int8" else 0)
+        assert Format(name, 32, "none", "bfloat16").scale_bias == 0
 
 
-def test_constants_are_the_codecs():
-    assert {*formats.ELEMENTS, *ONLY_IN_JNP} == {*ELEMENTS, tah.ELEMENT}
+def test_what_has_kernels():
+    assert {*formats.KERNEL_ELEMENTS, *ONLY_IN_JNP} == {*formats.ELEMENTS, tah.ELEMENT}
+    assert {*formats.KERNEL_SCALES, *SCALES_ONLY_IN_JNP} == set(formats.SCALES)
+    assert {*formats.SCALE_BYTES, *formats.SCALE_BITS} == set(formats.SCALES)
     assert CODECS["int8_token"].block == TOKEN
-    assert {*formats.SCALE_BYTES, *SCALES_ONLY_IN_JNP} == set(block_scale.SCALES)
-    assert all(8 * formats.SCALE_BYTES[scale] == block_scale.bits_per_block(scale) for scale in formats.SCALE_BYTES)
-    assert (formats.SECTION_BYTES, formats.MESSAGE_BYTES) == (wire.SECTION_BYTES, wire.MESSAGE_BYTES)
-    assert formats.UNCALIBRATED == block_scale.UNCALIBRATED
-    assert formats.MAX_EXPONENT == block_scale.MAX_EXPONENT
-    assert formats.TINY == block_scale._TINY and formats.TINY.dtype == np.float32
+
+
+def test_scales_of_calibrated_sites_are_normal_float32():
+    """2^a bitcast((c + 896) << 20) for every byte c, up to the largest |a|, and not beyond it."""
+    c = np.arange(1, 255)
+    normal = lambda a: ((c + 896 + 8 * a >> 3 >= 1) & (c + 896 + 8 * a >> 3 <= 254)).all()
+    assert [a for a in range(300) if normal(a) and normal(-a)] == list(range(formats.MAX_EXPONENT + 1))
+    assert formats.TINY == np.float32(2.0**-100) and formats.TINY.dtype == np.float32
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_rotations_are_the_codecs(block):
-    np.testing.assert_array_equal(formats.hadamard_signs(block), hadamard.hadamard_signs(block))
-    np.testing.assert_array_equal(formats.block_signs(block), hadamard.block_signs(block))
-    assert formats.block_signs(block).dtype == np.float32
+def test_signs_are_the_references(block):
+    np.testing.assert_array_equal(formats.block_signs(block), reference_codec.signs(block))
+    assert formats.block_signs(block).dtype == formats.hadamard_signs(block).dtype == np.float32

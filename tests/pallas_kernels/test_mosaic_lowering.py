@@ -29,7 +29,7 @@ from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Format
-from pallas_kernels.formats import ELEMENTS
+from pallas_kernels.formats import KERNEL_ELEMENTS
 from taco_jax import CODECS
 from taco_jax.compression.dispatch import to_format
 
@@ -157,7 +157,7 @@ def test_more_presets(name, operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", KERNEL_ELEMENTS)
 def test_more_fields(element, operation):
     for case in cover(3, **FIELDS):
         if (case[0], case[4]) == (element, operation):

@@ -8,7 +8,7 @@ import pytest
 from mosaic_model import Memory
 
 from pallas_kernels import Format, Geometry
-from pallas_kernels.formats import ELEMENTS, packing_parts
+from pallas_kernels.formats import KERNEL_ELEMENTS, packing_parts
 from pallas_kernels.mosaic import elements
 from pallas_kernels.mosaic.registers import layout, pack_int, thread_blocks
 from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
@@ -71,7 +71,7 @@ def test_pack_int_of_rotated_integers(element, block):
         np.testing.assert_array_equal(values, signed)
 
 
-THREAD_BLOCKS = [name for name in ELEMENTS if name != "int5"]
+THREAD_BLOCKS = [name for name in KERNEL_ELEMENTS if name != "int5"]
 
 
 @pytest.mark.parametrize("element", THREAD_BLOCKS)

@@ -45,7 +45,7 @@ def test_no_module_starts_a_backend_or_sets_a_flag(run_python):
 
 
 def test_the_modules_that_help_names_need_no_import_of_their_own(run_python):
-    names = "linen.CompressedDense, tensor_parallel.REMAT_NAMES, CompressedDense, AmaxSlot, SiteScale"
+    names = "linen.CompressedDense, tensor_parallel.REMAT_NAMES, CompressedDense, AmaxSlot, SiteScaleState"
     forget = "import sys; [sys.modules.pop(name) for name in list(sys.modules) if name.startswith('taco_jax')]"
     star = "from taco_jax import *; CompressedDense, psum, CODECS"
     run_python("\n".join(["import taco_jax", *(f"taco_jax.{name}" for name in names.split(", ")), forget, star]))

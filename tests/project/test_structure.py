@@ -75,3 +75,47 @@ def test_old_options_are_refused_with_the_new_spelling():
         taco_jax.copy(jnp.ones(2), "tp", codec="taco", backward_codec="int8h")
     with pytest.raises(TypeError, match="psum_with_feedback: codec='int4h': .*: compression='int4h'"):
         taco_jax.psum_with_feedback(jnp.ones(2), "tp", codec="int4h")
+
+
+ENTRY, FACADE = "a command", "a public name that is imported from here"
+CONCEPT = "one concept with one seeded fault or test of its own, which several files use"
+TO_MERGE = "to be merged into where a reader looks for it"
+# Files of less than 60 lines, and the reason why each is a file.
+SHORT = {
+    "taco_jax": {
+        "codec/hadamard.py": CONCEPT,
+        "codec/stochastic_rounding.py": CONCEPT,
+        "collectives/gather_permute.py": CONCEPT,
+        "compat.py": "all that differs between versions of JAX",
+        "errors.py": "imported by everything, imports nothing",
+        "evaluate.py": ENTRY,
+        "generate.py": ENTRY,
+        "inference/cache.py": CONCEPT,
+        "inference/flags.py": "a table of flags, which three commands share",
+        "linen.py": FACADE,
+        "mesh.py": "imported by everything that has devices",
+        "plot.py": ENTRY,
+        "serve.py": ENTRY,
+        "tensor_parallel.py": FACADE,
+        "train/__main__.py": ENTRY,
+    },
+    "pallas_kernels": {
+        "nvlink/hardware.py": TO_MERGE,
+        "product/halves.py": TO_MERGE,
+        "product/lines.py": TO_MERGE,
+        "product/obstacles.py": TO_MERGE,
+        "product/operations.py": TO_MERGE,
+        "product/registers.py": TO_MERGE,
+        "product/sizes.py": TO_MERGE,
+        "product/unvaried.py": TO_MERGE,
+    },
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_short_files_have_a_reason(package):
+    files = (path for path in (REPOSITORY / package).rglob("*.py") if path.name != "__init__.py")
+    short = {str(path.relative_to(REPOSITORY / package)) for path in files if len(path.read_text().splitlines()) < 60}
+    without, stale = sorted(short - set(SHORT[package])), sorted(set(SHORT[package]) - short)
+    assert not stale, f"listed in SHORT, but not there or longer: {', '.join(stale)}"
+    assert not without, f"below 60 lines: {', '.join(without)}: merge them, or say in SHORT why not"

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax import AmaxSlot, CompressedDense, SiteScale
+from taco_jax import AmaxSlot, CompressedDense, SiteScaleState
 from taco_jax.nn import linen
 from taco_jax.tensor_parallel import REMAT_NAMES
 
@@ -91,7 +91,7 @@ def build(twin, stack=False, **options):
     """
     if twin == "nnx":
         model = (NnxStack if stack else NnxMlp)(nnx.Rngs(0), **options)
-        graph, params, scales, slots = nnx.split(model, nnx.Param, SiteScale, AmaxSlot)
+        graph, params, scales, slots = nnx.split(model, nnx.Param, SiteScaleState, AmaxSlot)
         variables = {"params": params, "scales": scales, "slots": slots}
         specs = nnx.get_partition_spec(variables)
 

@@ -204,6 +204,8 @@ class Reference:
             bits = SHORT_SCALES[self.scale]
             group = 8 // math.gcd(8, bits)
             return 1024 * -(-(128 * -(-end // 128) + -(-blocks // group) * group * bits // 8) // 1024)
+        if self.scale == "site":  # one byte for the whole message
+            return 1024 * -(-(128 * -(-end // 128) + 1) // 1024)
         for _ in range(SCALE_BYTES[self.scale]):
             end = 128 * -(-end // 128) + blocks
         return 1024 * -(-end // 1024)

@@ -358,7 +358,7 @@ def test_a_record_of_the_version_before_is_compared(tmp_path, make_mesh, monkeyp
         limits = {name: tuple(size if n == padded else n for n in leaf.shape) for name, leaf in named.items()}
         return {"vocabulary": [size, padded], "digests": digests(named, limits)}
 
-    monkeypatch.setattr(checkpoint, "_digests", as_before)
+    monkeypatch.setattr(checkpoint, "record_of", as_before)
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
         checkpoints.save(4, put(make_state(), make_mesh(tp=4)), {"seed": 0}, vocabulary=(VOCAB, 64))
     for rows in (60, 64, 72):

@@ -130,7 +130,7 @@ def test_sums(dp, tp, gradients, most, zero1, settings):
 def test_the_bytes_of_a_bucket():
     """One bucket for each kind of leaf; each leaf of a share from a whole block on."""
     d, (*_, rows, _) = in_int8h()
-    codec = d.levels.levels[0].codec
+    codec = d.gradients.codecs[0]
     padded = lambda *shapes: sum(-(-int(np.prod(s)) // 128) * 128 for s in shapes)
     shares = [c.share_shape for c in jax.tree.leaves(d.cuts)]
     embed, head, bias, kernel, norms, norm = shares

@@ -1,14 +1,14 @@
-"""Which ranks share a host, and the levels of sdp4."""
+"""Which ranks share a host, and how sdp4 sends between them."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from helpers import make_mesh
 
 from taco_jax.collectives import topology
-from taco_jax.train import levels
+from taco_jax.compression.compression import Compression
+from taco_jax.train.data_parallel import gradient_compression
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,10 @@ def test_what_jax_says_of_hosts():
     assert of([Device(i % 2) for i in range(8)]) == 1
 
 
-def test_levels():
+def test_sdp4_goes_in_levels_where_hosts_have_several_ranks():
     mesh = make_mesh(dp=4, tp=2)
-    two = levels.choose("sdp4", mesh, 4)
-    assert [(level.axis, level.ranks, level.codec.name) for level in two.levels] == [
-        ("dp_in", 2, "int8h"), ("dp_out", 2, "int4h"),
-    ]  # fmt: skip
-    assert dict(two.mesh.shape) == {"dp_out": 2, "dp_in": 2, "pp": 1, "tp": 2} and two.axis == ("dp_out", "dp_in")
-    assert two.mesh.devices.ravel().tolist() == mesh.devices.ravel().tolist() == jax.devices()
-    for devices_per_host, codec in ((8, "int8h"), (2, "int4h")):
-        one = levels.choose("sdp4", mesh, devices_per_host)
-        assert one.mesh is mesh and [(level.axis, level.codec.name) for level in one.levels] == [("dp", codec)]
-    assert levels.choose("mxfp8", mesh).codecs == ["mxfp8"]
+    two = gradient_compression("sdp4", mesh, 4)
+    assert two == Compression("int8h", between_hosts="int4h", algorithm="hierarchical", ranks_per_host=2)
+    for devices_per_host, codec in ((8, "int8h"), (2, "int4h"), (None, "int8h")):
+        assert gradient_compression("sdp4", mesh, devices_per_host) == Compression(codec)
+    assert gradient_compression("mxfp8", mesh) == Compression("mxfp8")

@@ -112,4 +112,4 @@ def e2m1_turned_back(word) -> ir.Value:
 
 def _exponent_shift(fmt: Format) -> int:
     """Returns the power of two that a value is more than what its bits say in the 8-bit float."""
-    return fmt.min_exponent - ELEMENTS[CAST_BY_MANTISSA_BITS[fmt.mantissa]][3]
+    return fmt.min_exponent - ELEMENTS[CAST_BY_MANTISSA_BITS[fmt.mantissa]].min_exponent

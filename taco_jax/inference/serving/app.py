@@ -33,7 +33,7 @@ CLIENT_GONE = 499  # nobody reads it
 
 
 def make_app(service: Service, *, hosts: Iterable[str] | None = None, key: str | None = None) -> Starlette:
-    """The API of a service. hosts, key: who may ask, as of `serving.gate.Gate`."""
+    """The API of a service. hosts, key: who may ask, as in `serving.gate.Gate`."""
     started, bodies = int(time.time()), _Bodies()
     model = {"id": service.name, "object": "model", "created": started, "owned_by": "taco_jax"}
 

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from taco_jax.compression.compression import EXACT
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward
 from taco_jax.inference.cache import KVCache
@@ -37,7 +38,7 @@ STATE, CACHE = 1, 2
 
 
 class State(NamedTuple):
-    """Of every row: tokens, the last one chosen; positions, where it will stand; rows, how it is sampled."""
+    """The rows' tokens, the last one chosen of each; positions, where it will stand; rows, how each is sampled."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -49,14 +50,14 @@ class RowPrograms(Programs):
 
     def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any, batch: int, longest: int):
         super().__init__(config, settings, mesh, params)
-        if settings.min_bytes is None:
-            exact = dataclasses.replace(settings, compression=None, plan={})
+        if settings.compression.min_bytes is None:
+            exact = dataclasses.replace(settings, compression=EXACT, plan={})
             self._decode_layout = exact.layout(config, mesh.devices.flat[0], decoding=True)
         self.batch, self.longest, self.itemsize = batch, longest, jnp.dtype(settings.dtype).itemsize
         self._dtype = self._decode_layout.par.dtype
 
     def lengths(self) -> list[int]:
-        """What prompts are padded to."""
+        """Returns the lengths that prompts are padded to."""
         return sorted({bucket(length, self.longest) for length in [*_powers(self.longest), self.longest]})
 
     def compile(self) -> None:
@@ -74,7 +75,7 @@ class RowPrograms(Programs):
 
     @property
     def cache_bytes(self) -> int:
-        """Of one device."""
+        """Returns the bytes of one device's part of the cache."""
         return kv.cache_bytes(self.config, self.batch, self.longest, self.mesh.shape["tp"], self.itemsize)
 
     def empty(self) -> tuple[State, KVCache]:

@@ -30,7 +30,7 @@ class Chat:
 
     @property
     def why(self) -> str | None:
-        """What keeps this model from chats; None where nothing does."""
+        """Returns what keeps this model from chats; None where nothing does."""
         if self._why is None and not self._read:
             try:
                 self._idle.append(self._new())

@@ -41,7 +41,7 @@ class Limits:
 
 
 def room_for(requests: int) -> int:
-    """How many connections to allow so that as many requests can be under way; raises the limit of open files."""
+    """Returns how many connections to allow so that as many requests can be under way; raises the limit of open files."""
     wanted = requests + SPARE
     files = wanted + BACKLOG + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,7 +66,7 @@ class Connections:
         return Connection(self, **of_uvicorn)
 
     def make_room(self, new: Connection) -> bool:
-        """Whether there is room for one more; one without a request may have been closed for it."""
+        """Returns whether there is room for one more; one without a request may have been closed for it."""
         if len(self.open) < self.limits.most:
             return True
         oldest = next(iter(self.waiting), None)

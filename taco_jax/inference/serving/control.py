@@ -117,7 +117,8 @@ class ControlTokens:
         return [(i, span) for i, span in zip(encoding.ids, encoding.offsets) if i in self._tokens]
 
     def _place_of(self, token: int, text: str, span: tuple[int, int], marks: Collection[str]) -> tuple[int, int] | None:
-        """Where the token's own text stands in what the tokenizer says; None where it is another's, that is unknown.
+        """Returns where the token's own text stands in what the tokenizer says; None where it is another's, that is
+        unknown.
 
         The white space that a token takes along is not its own: its private token takes the same along.
         """

@@ -1,4 +1,4 @@
-"""What the engine and its callers hand each other: jobs and their events, refusals, stop strings."""
+"""Types that the engine and its callers exchange: jobs and their events, refusals, stop strings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Job:
     done: bool = False
 
     def row(self) -> Rows:
-        """How it is sampled, as a batch of one."""
+        """Returns how it is sampled, as a batch of one."""
         one = lambda value, dtype: np.full((1,), value, dtype)
         return Rows(
             one(self.temperature, np.float32), one(self.top_k, np.int32), one(self.top_p, np.float32),
@@ -70,7 +70,7 @@ class Stops:
         self._stops, self._held, self.stopped = tuple(stops), "", False
 
     def add(self, text: str) -> str:
-        """What can be let out now."""
+        """Returns what can be let out now."""
         if self.stopped:
             return ""
         held = self._held + text
@@ -83,11 +83,11 @@ class Stops:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the text's end the stop string may begin with."""
+    """Returns how much of the text's end the stop string may begin with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Who may ask: the names by which a request may call this server, and the key that it must bring.
+"""The gate of the server: the names by which a request may call it, and the key that it must bring.
 
 A web page in a browser may point a name of its own at 127.0.0.1 and then speak to a server there as if it were its own
 (DNS rebinding). The name that it used is in the request's Host, so a server on loopback takes only names of loopback,

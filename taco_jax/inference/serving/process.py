@@ -47,7 +47,7 @@ def address(bound: socket.socket) -> str:
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Whether only this machine reaches it, as an IPv4 address in IPv6's form (::ffff:127.0.0.1) too."""
+    """Returns whether only this machine reaches it, as an IPv4 address in IPv6's form (::ffff:127.0.0.1) too."""
     found = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 

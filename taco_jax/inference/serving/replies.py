@@ -43,12 +43,12 @@ class Reply:
         return {**self._head, "choices": choices, "usage": usage(answer)}
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """What comes before the first delta."""
+        """Returns what comes before the first delta."""
         if self._chat:
             yield self._chunk([self._choice(0, {"delta": {"role": "assistant", "content": ""}}, None)])
 
     def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Of a chat the reason comes by itself, after the last text."""
+        """Returns the pieces of a delta. A chat's reason comes by itself, after the last text."""
         if not self._chat:
             yield self._chunk([self._choice(delta.index, {"text": delta.text}, delta.reason)])
             return
@@ -58,7 +58,7 @@ class Reply:
             yield self._chunk([self._choice(delta.index, {"delta": {}}, delta.reason)])
 
     def closing(self, answer: Answer) -> Iterable[dict[str, Any]]:
-        """What comes after the last delta."""
+        """Returns what comes after the last delta."""
         if self._include_usage:
             yield {**self._chunk([]), "usage": usage(answer)}
 

@@ -9,12 +9,12 @@ write out all fields that they know.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from taco_jax.errors import did_you_mean
 from taco_jax.inference.serving.engine_types import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; an answer in a chat ends at the longest sequence
@@ -98,8 +98,8 @@ def parse(raw: bytes, *, chat: bool) -> Request:
         if key in neutral:
             _check_neutral(key, value, neutral[key])
         elif value is not None and key not in own and key not in IGNORED:
-            close = difflib.get_close_matches(key[:60], [*own, *neutral], n=1)
-            raise RequestError(f"{key[:60]}: no such field{f'; did you mean {close[0]}?' if close else ''}", key[:60])
+            hint = did_you_mean(key[:60], [*own, *neutral], otherwise="")
+            raise RequestError(f"{key[:60]}: no such field{'; ' if hint else ''}{hint}", key[:60])
     get = lambda key, default=None: default if body.get(key) is None else body[key]
     stream = _boolean(get("stream", False), "stream")
     return Request(

@@ -32,7 +32,7 @@ MESSAGES = 4  # times what fits: a template may leave out what an assistant has 
 
 
 class Delta(NamedTuple):
-    """What is new of one choice. reason: "stop" or "length" on its last, else None."""
+    """The news of one choice. reason: "stop" or "length" on its last, else None."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class Delta(NamedTuple):
 
 
 class Service:
-    """What the API needs: the model's name, the engine, and `start`. longest: of a prompt and its answer, in tokens.
+    """The model's name, the engine, and `start`, as the API needs them. longest: a prompt and its answer, in tokens.
 
     room: prompts that may be under way or wait. control_tokens: texts of raw prompts may name control tokens; those of
     chats never do.
@@ -106,7 +106,7 @@ class Service:
         return answer
 
     def why_not_finite(self) -> str:
-        """What is wrong where the model's logits are not finite."""
+        """Returns what is wrong where the model's logits are not finite."""
         return why_not_finite(self._generator.settings.dtype)
 
     def new_job(self, request: Request, prompt: list[int], seed: int, put) -> Job:
@@ -221,7 +221,7 @@ class Service:
 
 
 def _between_words(text: str, most: int) -> int:
-    """Where a word ends, at most that far from the text's begin; 0 where none does nearby."""
+    """Returns where a word ends, at most that far from the text's begin; 0 where none does nearby."""
     for at in range(most, max(0, most - CUT), -1):
         if text[at] == " " and not text[at - 1].isspace() and not text[at + 1 : at + 2].isspace():
             return at

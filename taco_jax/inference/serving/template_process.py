@@ -135,7 +135,7 @@ def _render(template, values: dict[str, Any], most: int) -> dict[str, Any]:
 
 
 def _environment():
-    """What templates of Hugging Face's models expect to find."""
+    """Returns the environment that templates of Hugging Face's models expect."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -10,7 +10,7 @@ from helpers import make_mesh
 from model_helpers import CONFIGS, GPT2, QWEN2, Run, assert_gradients_close
 
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, TrainConfig
-from taco_jax.models import chains
+from taco_jax.models.overlap import chain_count
 from taco_jax.train.step import build, summarise_stats
 
 BATCH = 8
@@ -103,7 +103,7 @@ def test_statistics_are_those_of_one_chain():
 
 
 def test_a_batch_makes_the_most_chains_that_divide_it():
-    assert [chains.count(batch, 4) for batch in range(1, 9)] == [1, 2, 3, 4, 1, 3, 1, 4]
+    assert [chain_count(batch, 4) for batch in range(1, 9)] == [1, 2, 3, 4, 1, 3, 1, 4]
     run = Run(QWEN2, tp=2)
     tokens = run.batch_arrays()[0][:1]
     many = dataclasses.replace(run, chains=4)

@@ -1,13 +1,19 @@
-"""Paths that are no model: what they are instead, and what would work."""
+"""A model's folder: its JSON, whoever wrote it, and paths that are no model.
+
+An error is one line, however deep or long a file is. For a path that is no model it says what it is instead.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from taco_jax.config import ConfigError
-from taco_jax.inference.json_files import read_object
 
+LARGEST = 1 << 28
+"""Bytes of a file that is read at all. The largest index and tokenizer_config.json in use have a few million."""
 KINDS = "must be a Hugging Face folder (config.json, tokenizer.json, *.safetensors) or a .gguf file"
 TRAINED = (
     "from Python taco_jax.Generator.of(config.model, params) takes a trained model's parameters; "
@@ -15,8 +21,43 @@ TRAINED = (
 )
 
 
+def check_size(path: Path) -> None:
+    """Raises ConfigError for a file of text, JSON or not, that is too large to be read at once; OSError as `stat`."""
+    if (size := path.stat().st_size) > LARGEST:
+        raise ConfigError(f"{path}: has {size} bytes; at most {LARGEST} are read")
+
+
+def read_object(path: Path, *, needed: bool = True) -> dict[str, Any]:
+    """Returns the object that a file holds, {} for no file, unless it is needed.
+
+    Raises:
+      ConfigError: the file cannot be read, is too large or nested too deeply, is no JSON, or holds no object.
+    """
+    try:
+        check_size(path)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:  # a lone half of a surrogate pair is no text
+            json.dumps(content, ensure_ascii=False).encode()
+    except ConfigError:
+        raise
+    except FileNotFoundError as error:
+        if not needed:
+            return {}
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a model's folder must have it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
 def is_run(folder: Path) -> bool:
-    """Whether a folder is the workdir of a training run, whose config.json describes a TrainConfig."""
+    """Returns whether a folder is the workdir of a training run, whose config.json describes a TrainConfig."""
     try:
         config = read_object(folder / "config.json")
     except ConfigError:
@@ -25,8 +66,10 @@ def is_run(folder: Path) -> bool:
 
 
 def no_model(path: Path) -> str | None:
-    """What is wrong with a path that no model can be read from, as the end of a sentence; None where only a folder's
-    config.json is missing."""
+    """Returns the end of a sentence: what is wrong with a path that no model can be read from.
+
+    None where only a folder's config.json is missing.
+    """
     if path.is_dir():
         return _folder(path)
     if not path.exists():

@@ -1,0 +1,338 @@
+"""Layers that overlap messages with matrix products, by chains: parts of the local batch that go through each layer.
+
+A layer is two sublayers, `x += sum over the ranks of last(core(norm(x)))`. The gradient of core's input is one message
+(site `in_site`), the sum behind last another (`out_site`). What one chain sends depends on nothing that another
+computes at that time, so it travels during the other's matrix products. Messages and products are smaller and more.
+The same bytes travel, but for the padding of each message. With two chains, attention A and mlp M:
+
+    product   A0    A1    M0    M1         |   A0 of the next layer
+    message         A0    A1    M0    M1   |
+
+The last message of a layer overlaps with nothing, because a loop's body ends with it. With n chains that is one of 2n.
+
+Three functions make a layer:
+
+    one_chain_layer     the whole batch; it carries the error of error feedback
+    chained_layer       several chains in the forward pass; autodiff makes the backward pass of it
+    overlapped_layer    several chains with every hop during a product of another chain, in both passes
+
+`overlapped_layer` is differentiated by hand: only so does a message overlap with another chain's products in the
+backward pass too. It takes whole sequences only. `<` is what `AsyncCollective.overlap_with` puts between a value and a
+hop of the other chain's message:
+
+    forward    h = norm(x)    u = core(h) <    y = last(u) <    send y;    x += sum
+    backward   du = last'(dy) <    dh = core'(du) <    send dh;    dx += norm'(sum),  dy = dx
+
+A message of one hop passes the second of both places only, and so overlaps with the whole sublayer.
+
+Dims: B batch, L length, D model, F features between the products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from taco_jax.collectives import comm_log
+from taco_jax.collectives.async_collective import AsyncCollective
+from taco_jax.collectives.vjp import OUTPUT_NAME, as_slot
+from taco_jax.compat import barrier
+from taco_jax.compression.site_scales import SiteScales, fork, merge_uses
+from taco_jax.models.projections import (
+    ResidualStream,
+    State,
+    add_bias,
+    column_input,
+    reduce_partials,
+    row_parallel,
+    row_partial,
+)
+from taco_jax.models.run_config import Parallel, remat
+from taco_jax.tensor_parallel import start_sum, to_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Sublayer:
+    """Attention or mlp: norm(x, parameters), core(h, parameters, what all layers share).
+
+    norm_name, name: keys of their parameters in a layer's. out_name: key of the last product's in those of `name`.
+    in_site, out_site: sites of the messages.
+    """
+
+    norm: Callable[[jax.Array, Any], jax.Array]
+    core: Callable[[jax.Array, Any, Any], jax.Array]
+    norm_name: str
+    name: str
+    out_name: str
+    in_site: str
+    out_site: str
+
+
+def chain_count(batch: int, chains: int) -> int:
+    """Returns the number of chains of a batch: the largest divisor of `batch` that is at most `chains`.
+
+    The trainer's microbatches make exactly what is configured. One sequence, as in sampling, is one chain.
+    """
+    return next(n for n in range(min(batch, chains), 0, -1) if batch % n == 0)
+
+
+def split_batch(x_BLD: jax.Array, n: int) -> tuple[jax.Array, ...]:
+    return (x_BLD,) if n == 1 else tuple(jnp.split(x_BLD, n))
+
+
+def join_batch(xs: tuple[jax.Array, ...]) -> jax.Array:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs)
+
+
+def one_chain_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
+    """Returns the layer of a whole batch: (stream, params, state, shared) -> the stream after it.
+
+    The stream carries the error of error feedback along.
+    """
+
+    def layer(stream: ResidualStream, params: Any, state: State, shared: Any) -> ResidualStream:
+        x_BLD, error_BLD = stream
+        for sublayer in sublayers:
+            out = params[sublayer.name][sublayer.out_name]
+            h_BLD = column_input(sublayer.norm(x_BLD, params[sublayer.norm_name]), par, state, sublayer.in_site)
+            u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared)
+            sum_BLD, error_BLD = row_parallel(u_BLF, out["kernel"], error_BLD, par, state=state, site=sublayer.out_site)
+            x_BLD += add_bias(sum_BLD, out)
+        return ResidualStream(x_BLD, error_BLD)
+
+    return layer
+
+
+def chained_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
+    """Returns the layer of a tuple of chains: (xs, params, state, shared) -> the xs after it.
+
+    Each chain is a use of its own of every site. XLA chooses what overlaps with a message. `overlapped_layer` leaves it
+    less choice, but knows no sequence parallelism.
+    """
+
+    def layer(xs, params: Any, state: State, shared: Any):
+        if len(xs) == 1:
+            return (one_chain_layer(sublayers, par)(ResidualStream(xs[0]), params, state, shared).x_BLD,)
+        xs = list(xs)
+        forked = {site: fork(scales, len(xs)) for site, scales in state.items()}
+        states = [{site: uses[i] for site, uses in forked.items()} for i in range(len(xs))]
+        sent = None  # (its chain, the sum) that no product has waited for
+        for sublayer in sublayers:
+            out = params[sublayer.name][sublayer.out_name]
+            for i, state in enumerate(states):
+                if sent and sent[0] == i:
+                    xs[i] += sent[1]
+                    sent = None
+                h_BLD = column_input(sublayer.norm(xs[i], params[sublayer.norm_name]), par, state, sublayer.in_site)
+                u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared)
+                y_BLD = row_partial(u_BLF, out["kernel"], par)
+                if sent:
+                    y_BLD, sum_BLD = _in_order(y_BLD, sent[1])
+                    xs[sent[0]] += checkpoint_name(sum_BLD, OUTPUT_NAME)
+                sent = i, add_bias(reduce_partials(y_BLD, par, state, sublayer.out_site), out)
+        if sent:
+            xs[sent[0]] += sent[1]
+        return tuple(xs)
+
+    return layer
+
+
+@jax.custom_vjp
+def _in_order(y, arrived):
+    """Returns (a chain's term, the sum of the chain before it); whatever uses one of them waits for both.
+
+    So messages go one by one, each during the next chain's product. Without it XLA sends them in lockstep, during
+    nothing, or makes one message of two. Both results must be used: XLA forgets the barrier otherwise.
+    """
+    return barrier(y, arrived)
+
+
+_in_order.defvjp(lambda y, arrived: (_in_order(y, arrived), None), lambda _, cts: cts)
+
+
+def overlapped_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
+    """Returns a layer with the values and gradients of `chained_layer(sublayers, par)` under `remat(..., par.remat)`.
+
+    Call it where the layer's messages are counted (`comm_log.repeat`). It has first derivatives only.
+    """
+    calls = {direction: comm_log.current_calls(direction) for direction in ("forward", "backward")}
+
+    @jax.custom_vjp
+    def layer(xs, params, state: State, shared):
+        return _forward(sublayers, par, calls["forward"], xs, params=params, state=state, shared=shared)[0]
+
+    def forward(xs, params, state, shared):
+        operands = {"params": params, "state": state, "shared": shared}
+        ys, residuals, measures = _forward(sublayers, par, calls["forward"], xs, **operands)
+        return ys, (residuals, measures, params, state, shared)
+
+    def backward(saved, cts):
+        residuals, measures, params, state, shared = saved
+        cts, grads, more = _backward(
+            sublayers, par, calls["backward"], residuals, params=params, state=state, shared=shared, cts=cts
+        )
+        slots = {site: _slot(scales, measures.get(site), more.get(site)) for site, scales in state.items()}
+        return cts, grads, slots, None
+
+    layer.defvjp(forward, backward)
+    return layer
+
+
+class _InFlight(NamedTuple):
+    """A message that has started and the chain that waits for it; `receive` takes its sum."""
+
+    chain: int
+    site: str
+    message: AsyncCollective
+    receive: Callable[[jax.Array], None]
+
+
+class _Messages:
+    """Sends the chains' messages, one at a time. measures: the largest block scales of those that have arrived."""
+
+    def __init__(self, par: Parallel, state: State, direction: str, calls: int):
+        self.measures: dict[str, list[Any]] = {}
+        self._par, self._state, self._direction, self._calls = par, state, direction, calls
+        self._in_flight: _InFlight | None = None
+
+    def send(self, chain: int, site: str, y_BLD: jax.Array, receive: Callable[[jax.Array], None]) -> None:
+        message = start_sum(
+            y_BLD, self._par.axis, self._par.compression(site), self._state.get(site), self._direction, site=site,
+            calls=self._calls,
+        )  # fmt: skip
+        self._in_flight = _InFlight(chain, site, message, receive)
+
+    def overlap_with(self, value: jax.Array, *, last: bool) -> jax.Array:
+        """Returns `value`, computed during a hop of the message in flight; the `last` one of a sublayer ends it."""
+        if self._in_flight and (last or self._in_flight.message.hops > 1):
+            value = self._in_flight.message.overlap_with(value)
+            if last:
+                self.done()
+        return value
+
+    def done(self, chain: int | None = None) -> None:
+        """Ends the message in flight, during nothing; with a `chain`, only if it is that chain's."""
+        if self._in_flight and chain in (None, self._in_flight.chain):
+            y, measure = self._in_flight.message.done()
+            self.measures.setdefault(self._in_flight.site, []).append(measure)
+            self._in_flight.receive(y)
+            self._in_flight = None
+
+
+class _Saved(NamedTuple):
+    """Residuals of one sublayer and chain: its input, or the vjps of its parts.
+
+    last_vjp: None where core_vjp does both products.
+    """
+
+    x: Any = None
+    norm_vjp: Any = None
+    core_vjp: Any = None
+    last_vjp: Any = None
+
+
+def _forward(sublayers, par: Parallel, calls: int, xs, params, state: State, shared):
+    xs, messages, residuals = list(xs), _Messages(par, state, "forward", calls), []
+
+    def receiver(i, out):
+        def receive(sum_BLD):
+            xs[i] += add_bias(sum_BLD, out)
+
+        return receive
+
+    for sublayer in sublayers:
+        out = params[sublayer.name][sublayer.out_name]
+        for i in range(len(xs)):
+            messages.done(i)
+            saved, y_BLD = _run_sublayer(sublayer, par, messages, xs[i], params=params, shared=shared)
+            messages.send(i, sublayer.out_site, messages.overlap_with(y_BLD, last=True), receiver(i, out))
+            residuals.append(saved)
+    messages.done()
+    return tuple(xs), residuals, messages.measures
+
+
+def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: State, shared, cts):
+    cts, messages, grads = list(cts), _Messages(par, state, "backward", calls), {}
+
+    def receiver(i, norm_vjp, name):
+        def receive(sum_BLD):
+            dx_BLD, dnorm = norm_vjp(sum_BLD)
+            cts[i] += dx_BLD
+            _add(grads, name, dnorm)
+
+        return receive
+
+    for sublayer in reversed(sublayers):
+        out = params[sublayer.name][sublayer.out_name]
+        for i in reversed(range(len(cts))):
+            messages.done(i)
+            saved = residuals.pop()
+            if saved.x is not None:
+                saved = _linearise(sublayer, par, saved.x, params, shared)[0]
+            bias = {"bias": out["bias"]} if "bias" in out else {}
+            ct_BLD, dbias = jax.vjp(add_bias, jnp.zeros_like(cts[i]), bias)[1](cts[i])
+            ct_BLD = to_varying(ct_BLD, par.axis)
+            if saved.last_vjp is None:
+                dh_BLD, dcore, dkernel = saved.core_vjp(ct_BLD)
+            else:
+                du_BLF, dkernel = saved.last_vjp(ct_BLD)
+                dh_BLD, dcore = saved.core_vjp(messages.overlap_with(du_BLF, last=False))
+            dh_BLD = messages.overlap_with(dh_BLD, last=True)
+            _add(grads, sublayer.name, dcore | {sublayer.out_name: {"kernel": dkernel, **dbias}})
+            messages.send(i, sublayer.in_site, dh_BLD, receiver(i, saved.norm_vjp, sublayer.norm_name))
+    messages.done()
+    return tuple(cts), grads, messages.measures
+
+
+def _run_sublayer(sublayer: Sublayer, par: Parallel, messages: _Messages, x_BLD, params,
+                  shared) -> tuple[_Saved, jax.Array]:  # fmt: skip
+    """Returns (residuals, this rank's term) of one sublayer and chain."""
+    kernel = params[sublayer.name][sublayer.out_name]["kernel"]
+    if par.remat == "dots":
+        # The features are computed again, which joins both products in one function.
+        h_BLD, norm_vjp = jax.vjp(remat(_norm(sublayer, par), "full"), x_BLD, params[sublayer.norm_name])
+        both = remat(lambda h, p, kernel: row_partial(sublayer.core(h, p, shared), kernel, par), "dots")
+        y_BLD, core_vjp = jax.vjp(both, to_varying(h_BLD, par.axis), _core_params(sublayer, params), kernel)
+        return _Saved(None, norm_vjp, core_vjp), y_BLD
+    saved, u_BLF = _linearise(sublayer, par, x_BLD, params, shared)
+    y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
+    return (_Saved(x_BLD) if par.remat == "full" else saved), y_BLD
+
+
+def _linearise(sublayer: Sublayer, par: Parallel, x_BLD, params, shared) -> tuple[_Saved, jax.Array]:
+    """Returns (the vjps, the features before the last product)."""
+    kernel = params[sublayer.name][sublayer.out_name]["kernel"]
+    h_BLD, norm_vjp = jax.vjp(_norm(sublayer, par), x_BLD, params[sublayer.norm_name])
+    core = lambda h, p: sublayer.core(h, p, shared)
+    u_BLF, core_vjp = jax.vjp(core, to_varying(h_BLD, par.axis), _core_params(sublayer, params))
+    last_vjp = jax.vjp(functools.partial(row_partial, par=par), u_BLF, kernel)[1]
+    return _Saved(None, norm_vjp, core_vjp, last_vjp), u_BLF
+
+
+def _norm(sublayer: Sublayer, par: Parallel) -> Callable:
+    return lambda x_BLD, params: sublayer.norm(x_BLD, params).astype(par.dtype)
+
+
+def _core_params(sublayer: Sublayer, params):
+    return {name: value for name, value in params[sublayer.name].items() if name != sublayer.out_name}
+
+
+def _add(grads: dict, name: str, more) -> None:
+    grads[name] = jax.tree.map(jnp.add, grads[name], more) if name in grads else more
+
+
+def _slot(scales: SiteScales | None, forward: list | None, backward: list | None):
+    """Returns the cotangent of a site's scales: the chains' measures, merged, in the row of their direction."""
+    if scales is None or scales.slot is None:
+        return None if scales is None else SiteScales(None, None)
+    rows = []
+    for row_K, measures in zip(scales.slot, (forward, backward)):
+        measures = [m for m in measures or () if m is not None]
+        rows.append(as_slot(merge_uses(jnp.stack(measures)), row_K) if measures else jnp.zeros_like(row_K))
+    return SiteScales(None, jnp.stack(rows))
