@@ -11,10 +11,10 @@ is the reference that every kernel is tested against.
 | `jnp`    | any                                               | `taco_jax`                               |
 
 A kernel package is imported by `load` when it is first used. It holds `encode`, `reduce_encode`, `reduce_decode`,
-`sum_decode`, `decode`, and `obstacle`, which says what it cannot do.
+`sum_decode`, `decode`, and `why_unsupported`, which says what it cannot do.
 """
 
+from pallas_kernels.dispatch import BACKENDS, OPERATIONS, KernelSpec, KernelUnavailableError, choose, load
 from pallas_kernels.formats import Format, Geometry
-from pallas_kernels.selection import BACKENDS, OPERATIONS, KernelSpec, KernelUnavailableError, choose, load
 
 __all__ = ["BACKENDS", "OPERATIONS", "Format", "Geometry", "KernelSpec", "KernelUnavailableError", "choose", "load"]

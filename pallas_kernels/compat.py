@@ -1,4 +1,4 @@
-"""What differs between jax 0.10.2 and 0.12 in Mosaic GPU, asked of the library where it can be asked."""
+"""Hides what differs between jax 0.10.2 and 0.12 in Mosaic GPU, asked of the library where it can be asked."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pallas_kernels.formats import Format
 from pallas_kernels.matmul_all_reduce import kernel
 from pallas_kernels.matmul_all_reduce.plan import FRAME_ROWS, Plan, frame_tiling
 from pallas_kernels.matmul_all_reduce.support import TILE_N, why_unsupported
-from pallas_kernels.mosaic.encoding import largest
+from pallas_kernels.mosaic.kernels import largest_scale
 from pallas_kernels.nvlink.frame_transport import FrameCodec
 
 
@@ -58,7 +58,7 @@ def _run(fmt, x_MK, w, *, exponent, transposed, **where):
     plan = Plan(fmt, m=m, k=k, n=n, transposed=transposed, **where)
     exponent = None if exponent is None or fmt.scale != "ue5m3" else jnp.asarray(exponent, jnp.int32)[None]
     y, bits = kernel.run(plan, x_MK, w, exponent=exponent)
-    return y, largest(bits, plan.frame_tiling)
+    return y, largest_scale(bits, plan.frame_tiling)
 
 
 __all__ = ["frame_bytes", "matmul_all_reduce", "matmul_all_reduce_loopback"]

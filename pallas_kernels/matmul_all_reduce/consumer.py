@@ -22,8 +22,8 @@ from pallas_kernels.matmul_all_reduce.hadamard import HALF_COLUMNS, hadamard_but
 from pallas_kernels.matmul_all_reduce.plan import FRAME_ROWS, Plan
 from pallas_kernels.matmul_all_reduce.shared_memory import FRAMES_PER_WARPGROUP, PIPELINE_TILES, Scratch
 from pallas_kernels.matmul_all_reduce.support import FRAMES_PER_TILE, TILE_N
-from pallas_kernels.mosaic import blocks, rotation
-from pallas_kernels.mosaic.writer import Writer
+from pallas_kernels.mosaic import rotation, tile_codec
+from pallas_kernels.mosaic.wire_io import WireWriter
 from pallas_kernels.nvlink.frame_transport import FrameCodec
 from pallas_kernels.nvlink.tile_schedule import CTA_AXIS
 
@@ -65,7 +65,7 @@ class ConsumerContext:
 
 def multiply(context: ConsumerContext, warpgroup: int) -> jax.Array:
     """Multiplies, encodes and sends a half of every tile; returns the largest |z| that was encoded, as bits."""
-    no_maxima = Writer.nothing(context.plan.frame_tiling)
+    no_maxima = WireWriter.nothing(context.plan.frame_tiling)
     return lax.fori_loop(0, context.plan.tile_count(), functools.partial(_encode_tile, context, warpgroup), no_maxima)
 
 
@@ -130,7 +130,7 @@ def sum_and_receive(context: ConsumerContext, y_g) -> jax.Array:
         pl.when(t > 0)(lambda: _receive_tile(context, y_g, t - 1))
         return largest
 
-    return lax.fori_loop(0, tile_count + 1, one, Writer.nothing(context.plan.frame_tiling))
+    return lax.fori_loop(0, tile_count + 1, one, WireWriter.nothing(context.plan.frame_tiling))
 
 
 def _combine_tile(context: ConsumerContext, t, largest):
@@ -164,7 +164,7 @@ def _receive_tile(context: ConsumerContext, y_g, t) -> None:
         scale = context.frames.scales(frame, context.exponent())
         codes = context.frames.codes(frame)[0].astype(jnp.bfloat16)
         for half, y in enumerate(hadamard_wgmma(codes, s.hadamard)):
-            y = blocks.scale_rows(plan.frame_tiling, [y * HADAMARD_SCALE], scale)[0].astype(jnp.bfloat16)
+            y = tile_codec.scale_rows(plan.frame_tiling, [y * HADAMARD_SCALE], scale)[0].astype(jnp.bfloat16)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before has left this half's memory
             compat.store_tile(s.y.at[half], y, rotation.transforms(jnp.bfloat16, HALF_COLUMNS), False)
             plgpu.commit_smem()

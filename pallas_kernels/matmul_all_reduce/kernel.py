@@ -50,7 +50,7 @@ from pallas_kernels.matmul_all_reduce.consumer import OWN_TERM_TILES, ConsumerCo
 from pallas_kernels.matmul_all_reduce.plan import FRAME_ROWS, Plan
 from pallas_kernels.matmul_all_reduce.shared_memory import MATMUL_WARPGROUPS, Scratch
 from pallas_kernels.matmul_all_reduce.support import FRAMES_PER_TILE, TILE_N
-from pallas_kernels.mosaic.writer import WARPS, put_largest
+from pallas_kernels.mosaic.wire_io import WARPS_PER_WARPGROUP, put_largest
 from pallas_kernels.nvlink.tile_schedule import CTA_AXIS, ROLE_AXIS
 
 # Registers of a thread. A multiprocessor has 512 for each of 128 lanes.
@@ -119,7 +119,7 @@ def run(plan: Plan, x_MK: jax.Array, w: jax.Array, *, exponent: jax.Array | None
         body,
         out_type=[
             jax.ShapeDtypeStruct((plan.m, plan.n), jnp.bfloat16),
-            jax.ShapeDtypeStruct((plan.ctas * CONSUMER_WARPGROUPS, WARPS), jnp.int32),
+            jax.ShapeDtypeStruct((plan.ctas * CONSUMER_WARPGROUPS, WARPS_PER_WARPGROUP), jnp.int32),
             frames.global_type(plan.ranks, plan.tiles * plan.frames_per_owner),
             frames.global_type(plan.tiles * FRAMES_PER_TILE),
             jax.ShapeDtypeStruct((plan.ctas, plan.frames_per_owner, OWN_TERM_TILES, FRAME_ROWS * TILE_N), jnp.float32),

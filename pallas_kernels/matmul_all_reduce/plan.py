@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.formats import Format, Geometry
 from pallas_kernels.matmul_all_reduce.support import FRAMES_PER_TILE, TILE_K, TILE_M, TILE_N
 from pallas_kernels.mosaic.pipeline import MAX_CTAS
-from pallas_kernels.mosaic.tiling import ROWS as FRAME_ROWS
+from pallas_kernels.mosaic.tiling import TILE_ROWS as FRAME_ROWS
 from pallas_kernels.mosaic.tiling import Tiling
 from pallas_kernels.nvlink.tile_schedule import CTA_AXIS
 

@@ -1,10 +1,10 @@
 """Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0: see `operations.py`.
 
-`obstacle` answers without a GPU; the operations are imported when they are first used, since importing Mosaic sets
-environment variables.
+`why_unsupported` answers without a GPU. The operations are imported when they are first used, since importing Mosaic
+sets environment variables.
 """
 
-from pallas_kernels.mosaic.obstacles import obstacle
+from pallas_kernels.mosaic.tiling import why_unsupported
 
 _OPERATIONS = ("decode", "encode", "reduce_decode", "reduce_encode", "sum_decode")
 
@@ -17,4 +17,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["obstacle", *_OPERATIONS]
+__all__ = [*_OPERATIONS, "why_unsupported"]

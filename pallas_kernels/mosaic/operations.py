@@ -11,16 +11,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.formats import MAX_EXPONENT, Format, Geometry, check_operands, check_seed
-from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.decoding import decode as _decode_tiles
-from pallas_kernels.mosaic.encoding import encode as _encode_tiles
-from pallas_kernels.mosaic.encoding import largest as _largest
-from pallas_kernels.mosaic.reduction import reduce as _reduce_tiles
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic import kernels, ragged
+from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
 
 
 def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, interpret=None):
-    """dtype[S] -> (wires uint8[P, wire_bytes(n)], largest block scale before rounding float32[])."""
+    """Encodes dtype[S]: (wires uint8[P, wire_bytes(n)], largest block scale before rounding float32[])."""
     check_operands(fmt, geometry, x_S)
     check_seed(fmt, seed)
     if not ragged.tiles_fit(fmt, geometry):
@@ -29,23 +25,23 @@ def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, in
         wires, largest = encode(fmt, larger, x_PN.reshape(-1), exponent, seed, interpret=interpret)
         return ragged.relay(fmt, wires, larger.per_message, geometry.per_message), largest
     tiling = Tiling(fmt, geometry, interpret)
-    wires, maxima = _encode_tiles(tiling, ragged.rows_of(fmt, x_S), _exponents(tiling, exponent), seed)
-    largest = _largest(maxima, tiling)
+    wires, maxima = kernels.encode(tiling, ragged.rows_of(fmt, x_S), _exponents(tiling, exponent), seed)
+    largest = kernels.largest_scale(maxima, tiling)
     where = ragged.tail(fmt, geometry)
     if where is None:
         return wires, largest
     tile = ragged.tile_tiling(fmt, 1, interpret)
     offsets = (where.message, where.block * fmt.block)
-    small, maxima = _encode_tiles(tile, _tile_of(fmt, x_S, where), _exponents(tile, exponent), seed, offsets)
+    small, maxima = kernels.encode(tile, _tile_of(fmt, x_S, where), _exponents(tile, exponent), seed, offsets)
     count = fmt.n_blocks(where.elements)
     wires = ragged.put_blocks(
         fmt, wires, geometry.per_message, where.message, first=where.block, count=count, tile_wire=small
     )
-    return wires, jnp.maximum(largest, _largest(maxima, tile))
+    return wires, jnp.maximum(largest, kernels.largest_scale(maxima, tile))
 
 
 def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None):
-    """P wires and rank's own chunk of x -> (wire uint8[wire_bytes(n)] of the sum, largest float32[])."""
+    """Sums P wires and rank's own chunk of x: (wire uint8[wire_bytes(n)] of the sum, largest scale float32[])."""
     check_operands(fmt, geometry, x_S, wires, rank=rank)
     check_seed(fmt, seed)
     if geometry.messages == 1:
@@ -62,8 +58,8 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     tiling = Tiling(fmt, geometry, interpret)
     x_RC = ragged.rows_of(fmt, x_S)
     rank = jnp.asarray(rank, jnp.int32)
-    wire, maxima = _reduce_tiles(tiling, wires, x_RC, rank[None], exponents=_exponents(tiling, exponent), seed=seed)
-    largest = _largest(maxima, tiling)
+    wire, maxima = kernels.reduce(tiling, wires, x_RC, rank[None], exponents=_exponents(tiling, exponent), seed=seed)
+    largest = kernels.largest_scale(maxima, tiling)
     where = ragged.tail(fmt, geometry)
     if where is None:
         return wire[0], largest
@@ -71,9 +67,9 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     tile = ragged.tile_tiling(fmt, geometry.messages, interpret)
     small = ragged.take_blocks(fmt, wires, geometry.per_message, where.block, count)
     # Only the rank that owns the tail takes this result, so the tail stands where its own chunk would.
-    x_PRC = jnp.zeros((geometry.messages, ROWS, tiling.row), x_S.dtype)
+    x_PRC = jnp.zeros((geometry.messages, TILE_ROWS, tiling.row), x_S.dtype)
     x_PRC = x_PRC.at[where.message].set(_tile_of(fmt, x_S, where))
-    small, maxima = _reduce_tiles(
+    small, maxima = kernels.reduce(
         tile, small, x_PRC.reshape(-1, tiling.row), rank[None], exponents=_exponents(tile, exponent), seed=seed,
         offsets=(0, where.block * fmt.block),
     )  # fmt: skip
@@ -81,11 +77,11 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     wire = ragged.put_blocks(
         fmt, wire, geometry.per_message, 0, first=where.block, count=count, tile_wire=small, keep=other
     )
-    return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, _largest(maxima, tile)))
+    return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, kernels.largest_scale(maxima, tile)))
 
 
 def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, dtype=None, *, interpret=None):
-    """P wires and rank's own chunk of x -> the sum dtype[n]; dtype: x's by default."""
+    """Sums P wires and rank's own chunk of x: dtype[n]; dtype: x's by default."""
     check_operands(fmt, geometry, x_S, wires, rank=rank, dtype=dtype)
     dtype = x_S.dtype if dtype is None else dtype
     if geometry.messages == 1:
@@ -100,15 +96,15 @@ def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     rank = jnp.asarray(rank, jnp.int32)[None]
     x_RC = ragged.rows_of(fmt, x_S)
     own = {"exponents": _exponents(tiling, exponent), "seed": None, "dtype": dtype}
-    return _reduce_tiles(tiling, wires, x_RC, rank, **own).reshape(-1)
+    return kernels.reduce(tiling, wires, x_RC, rank, **own).reshape(-1)
 
 
 def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=None):
-    """P wires -> the sum of what they say, dtype[n], in float32 and rank order."""
+    """Sums what P wires say, in float32 and rank order: dtype[n]."""
 
     def run(tiling, wires):
         own = {"exponents": _exponents(tiling, exponent), "seed": None, "dtype": dtype}
-        return _reduce_tiles(tiling, wires, None, None, **own).reshape(-1)
+        return kernels.reduce(tiling, wires, None, None, **own).reshape(-1)
 
     messages = wires.shape[0]
     check_operands(fmt, Geometry(n * messages, messages, n), wires=wires, dtype=dtype)
@@ -116,7 +112,7 @@ def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=No
 
 
 def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, interpret=None):
-    """P wires of messages that lie side by side -> dtype[S]."""
+    """Decodes P wires of messages that lie side by side: dtype[S]."""
     check_operands(fmt, geometry, wires=wires, dtype=dtype)
     if not ragged.tiles_fit(fmt, geometry):
         larger = ragged.padded(fmt, geometry)
@@ -125,7 +121,7 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, inte
         return y[:, : geometry.per_message].reshape(-1)[: geometry.elements]
 
     def run(tiling, wires, rows):
-        return _decode_tiles(tiling, wires, rows, dtype, _exponents(tiling, exponent)).reshape(-1)
+        return kernels.decode(tiling, wires, rows, dtype, _exponents(tiling, exponent)).reshape(-1)
 
     tiling = Tiling(fmt, geometry, interpret)
     whole = run(tiling, wires, ragged.whole_elements(fmt, geometry.elements) // tiling.row)
@@ -136,13 +132,13 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, inte
     count = fmt.n_blocks(where.elements)
     wire = wires[where.message : where.message + 1]
     small = ragged.take_blocks(fmt, wire, geometry.per_message, where.block, count)
-    return jnp.concatenate([whole, run(tile, small, ROWS)[: where.elements]])
+    return jnp.concatenate([whole, run(tile, small, TILE_ROWS)[: where.elements]])
 
 
 def _with_tail(fmt, geometry, wires, n, run, interpret):
-    """run(tiling, wires) over the whole rows of messages of n elements, and over the rest as a tile of its own."""
+    """Runs run(tiling, wires) over the whole rows of messages of n elements, and over the rest as a tile of its own."""
     whole = ragged.whole_elements(fmt, n)
-    if n < ROWS * ragged.row_elements(fmt):
+    if n < TILE_ROWS * ragged.row_elements(fmt):
         larger = ragged.padded(fmt, geometry)
         return run(Tiling(fmt, larger, interpret), ragged.relay(fmt, wires, n, larger.per_message))[:n]
     y = run(Tiling(fmt, geometry, interpret), wires)
@@ -158,7 +154,7 @@ def _tile_of(fmt, x_S, where):
 
 
 def _exponents(tiling: Tiling, exponent):
-    """The exponents that a kernel reads: one, or one for each message where the message has one scale."""
+    """Returns the exponents that a kernel reads: one, or one for each message where the message has one scale."""
     if exponent is None or tiling.fmt.scale not in ("ue5m3", "site"):
         return None
     exponent = jnp.asarray(exponent, jnp.int32)

@@ -19,21 +19,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
 from pallas_kernels.formats import Format, block_signs, hadamard_signs
-from pallas_kernels.mosaic import interleaving, owned
-from pallas_kernels.mosaic.tiling import ROWS, Tiling
+from pallas_kernels.mosaic import interpreter, tile_codec
+from pallas_kernels.mosaic.registers import layout
+from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
 
 # bfloat16 parts that hold a value of a dtype exactly.
-PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
+BFLOAT16_PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
 @functools.cache
 def matrices(fmt: Format) -> tuple[np.ndarray, tuple]:
-    """The distinct +-1 matrices of a rotation, and where they are used.
+    """Returns the distinct +-1 matrices of a rotation, and where they are used.
 
     (float32[K, chunk, chunk], table): chunk j of a rotated block is the sum over i of x_i @ matrices[table[i][j]], its
-    columns in the order of `interleaving`. Rotating back takes the transposed matrices: x_i is the sum over j of
+    columns in the order of `registers/layout.py`. Rotating back takes the transposed matrices: x_i is the sum over j of
     z_j @ matrices[table[i][j]].T.
     """
     chunk = min(fmt.block, 128)
@@ -51,7 +51,7 @@ def matrices(fmt: Format) -> tuple[np.ndarray, tuple]:
     h = hadamard_signs(fmt.block)
     if fmt.rotation == "signed_hadamard":
         h = h * block_signs(fmt.block)[:, None]  # of rows: z = x D H
-    h = h[:, interleaving.columns(fmt.block, interleaving.run_columns(fmt))]
+    h = h[:, layout.columns(fmt.block, layout.run_columns(fmt))]
     table = tuple(tuple(index(h, i, j) for j in range(n)) for i in range(n))
     return np.stack(found), table
 
@@ -84,11 +84,11 @@ class Rotator:
 
     @property
     def bytes(self) -> int:
-        """Of that shared memory."""
+        """Bytes of that shared memory."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def load(self, m_g, m_s, barrier, warpgroup) -> None:
-        """The first warpgroup fetches the matrices; `wait` before they are used."""
+        """Starts the copy of the matrices, in the first warpgroup; `wait` before they are used."""
         if self.active:
 
             @pl.when(warpgroup == 0)
@@ -100,23 +100,20 @@ class Rotator:
             plgpu.barrier_wait(barrier)
 
     def rotate(self, x_s, m_s) -> list[jax.Array]:
-        """A tile [64, row] in shared memory -> its rotated blocks, float32[64, chunk] each, in order."""
+        """Returns the rotated blocks of a tile [64, row] in shared memory, float32[64, chunk] each, in order."""
         width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
         if self.active and x_s.dtype == m_s.dtype:
             return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s)
-        if self.tiling.owned:
-            return [owned.load_tile(x_s, self.tiling.interpret is not None)]
-        x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
-        chunks = [x[:, i * width : (i + 1) * width] for i in range(n)]
-        return self._product([(c, PARTS[x_s.dtype.name]) for c in chunks], m_s) if self.active else chunks
+        chunks = tile_codec.load_values(self.tiling, x_s)
+        return self._product([(c, BFLOAT16_PARTS[x_s.dtype.name]) for c in chunks], m_s) if self.active else chunks
 
     def unrotate(self, z: list[jax.Array], m_s, dtype) -> list[jax.Array]:
-        """Rotated chunks, sums in float32 -> the values; to 2^-17 of the largest where the output has 16 bits."""
+        """Rotates chunks, sums in float32, back: exact to 2^-17 of the largest where the output has 16 bits."""
         parts = 3 if dtype == jnp.float32 else 2
         return self._product([(c, parts) for c in z], m_s, back=True) if self.active else z
 
     def unrotate_codes(self, codes: list[jax.Array], m_s) -> list[jax.Array]:
-        """Values of codes (exact in 16 bits), chunk by chunk -> rotated back, without their block's scale."""
+        """Rotates values of codes (exact in 16 bits), chunk by chunk, back, without their block's scale."""
         return self._product([(c.astype(self.dtype), 0) for c in codes], m_s, back=True) if self.active else codes
 
     def _product(self, chunks: list[tuple], m_s, back: bool = False) -> list[jax.Array]:
@@ -134,22 +131,19 @@ class Rotator:
 
 
 def operand_dtype(dtype) -> jnp.dtype:
-    """Of the matrix that rotates values of `dtype`."""
+    """Returns the dtype of the matrix that rotates values of `dtype`."""
     return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
 
 
 def transforms(dtype, chunk: int) -> tuple:
-    """Shared-memory layout of values or matrices whose rows are read in runs of `chunk` elements."""
+    """Returns the shared-memory layout of values or matrices whose rows are read in runs of `chunk` elements."""
     swizzle = min(128, chunk * jnp.dtype(dtype).itemsize)
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def _sum_of_products(tiling: Tiling, terms) -> jax.Array:
     if tiling.interpret is not None and isinstance(terms[0][0], jax.Array):
-        # The interpreter takes no left operand in registers.
-        return sum(
-            jnp.dot(p.astype(jnp.float32), b[...].astype(jnp.float32)) for a, n, b in terms for p in _parts(a, n)
-        )
+        return interpreter.sum_of_products((part, b) for a, n, b in terms for part in _parts(a, n))
 
     def multiply(acc):
         for a, n, b in terms:
@@ -157,12 +151,12 @@ def _sum_of_products(tiling: Tiling, terms) -> jax.Array:
                 plgpu.wgmma(acc, part, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, tiling.chunk), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((TILE_ROWS, tiling.chunk), jnp.float32))
 
 
 def _parts(x, n: int):
-    """x as a sum of n bfloat16 arrays, one after the other: each is truncated, since rounding up could overflow, and
-    the last one rounded."""
+    """Yields n bfloat16 arrays whose sum is x. Each is truncated, since rounding up could overflow, and the last one
+    rounded."""
     if n == 0:
         yield x
         return

@@ -1,4 +1,4 @@
-"""How messages are cut into tiles: 64 rows of whole blocks, each row at least 128 elements.
+"""Cuts messages into tiles: 64 rows of whole blocks, each row at least 128 elements; and says what has no kernel.
 
 Tensor copies into swizzled memory move groups of 8 rows: a tile begins at a multiple of 8 rows, in x as in its message.
 (Messages of 4,097 rows were read wrongly, without an error: rows that cross a group are outside the copy's box.)
@@ -18,10 +18,25 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import Format, Geometry
+from pallas_kernels.formats import (
+    BLOCKS,
+    DTYPES,
+    KERNEL_ELEMENTS,
+    KERNEL_SCALES,
+    SCALE_BYTES,
+    Format,
+    Geometry,
+    packing_parts,
+)
 
-ROWS = 64
-GROUP = 8
+TILE_ROWS = 64  # the rows of one product of the tensor cores (wgmma m64)
+GROUP_ROWS = 8  # of a tensor copy into swizzled memory
+MIN_ROW_ELEMENTS = 128
+# A kernel may use 227 KiB of a multiprocessor's shared memory, less barriers and the scratch of reductions.
+SMEM_BYTES = 232448 - 4096
+# Wires of more ranks do not fit the shared memory beside the rest.
+MAX_RANKS = 16
+MAX_MESSAGE_BYTES = 2**31 - 1  # offsets are int32
 
 
 @dataclass(frozen=True)
@@ -39,18 +54,20 @@ class Tiling:
     @property
     def row(self) -> int:
         """Elements of a row."""
-        return max(128, self.fmt.block)
+        return max(MIN_ROW_ELEMENTS, self.fmt.block)
 
     def check_alignment(self) -> None:
         """Raises ValueError where messages do not lie in x as tensor copies need it."""
-        g, group = self.geometry, GROUP * self.row
-        if self.rows < ROWS or (g.messages > 1 and (g.distance % group or g.offset % group)):
-            raise ValueError(f"{g}: messages must start at multiples of {group} elements and have {ROWS} rows or more")
+        g, group = self.geometry, GROUP_ROWS * self.row
+        if self.rows < TILE_ROWS or (g.messages > 1 and (g.distance % group or g.offset % group)):
+            raise ValueError(
+                f"{g}: messages must start at multiples of {group} elements and have {TILE_ROWS} rows or more"
+            )
 
     @property
     def rows(self) -> int:
         """R, the rows of a message, in whole groups."""
-        return self.geometry.per_message // (GROUP * self.row) * GROUP
+        return self.geometry.per_message // (GROUP_ROWS * self.row) * GROUP_ROWS
 
     @property
     def row_bytes(self) -> int:
@@ -62,13 +79,23 @@ class Tiling:
         return self.row // self.fmt.block
 
     @property
-    def owned(self) -> bool:
-        """Whether each thread has whole blocks (`owned.py`)."""
+    def one_thread_per_block(self) -> bool:
+        """Whether each thread has whole blocks (`registers/thread_blocks.py`)."""
         return self.fmt.block == 32 and self.fmt.rotation == "none"
 
     @property
+    def consecutive_bytes(self) -> bool:
+        """Whether a thread's codes are consecutive bytes of their row (`registers/layout.py`)."""
+        return self.fmt.rotation != "none" or self.any_order or self.one_thread_per_block
+
+    @property
+    def swizzle_bytes(self) -> int | None:
+        """Bytes of the shared-memory swizzle of a tile's codes; None where their rows allow none or need none."""
+        return self.row_bytes if self.row_bytes in (64, 128) and not self.consecutive_bytes else None
+
+    @property
     def tiles_per_message(self) -> int:
-        return -(-self.rows // ROWS)
+        return -(-self.rows // TILE_ROWS)
 
     @property
     def tiles(self) -> int:
@@ -80,26 +107,27 @@ class Tiling:
 
     @property
     def chunk(self) -> int:
-        """Columns of the register arrays that a row is held in: a block, a half of one of 256, or all of `owned`."""
-        return self.row if self.owned else min(self.fmt.block, 128)
+        """Columns of the register arrays that hold a row: a block, half of one of 256, or a row of several whose
+        threads have whole blocks."""
+        return self.row if self.one_thread_per_block else min(self.fmt.block, 128)
 
     @property
     def chunks_per_block(self) -> int:
         return max(1, self.fmt.block // 128)
 
     def locate(self, tile):
-        """Tile index -> (message, first row in the message)."""
+        """Returns (message, first row in the message) of a tile's index."""
         message = lax.div(tile, jnp.int32(self.tiles_per_message))
-        row = (tile - message * self.tiles_per_message) * ROWS
-        return message, jnp.minimum(row, self.rows - ROWS)
+        row = (tile - message * self.tiles_per_message) * TILE_ROWS
+        return message, jnp.minimum(row, self.rows - TILE_ROWS)
 
     def x_row(self, message, row):
-        """The row of x, seen as [*, row], where a message's row lies."""
+        """Returns the row of x, seen as [*, row], where a message's row lies."""
         g = self.geometry
         return message * (g.distance // self.row) + (row + g.offset // self.row)
 
     def plane_offset(self, plane: int) -> int:
-        """Where a scale plane starts in its message."""
+        """Returns the byte where a scale plane starts in its message."""
         return self.fmt.sections(self.geometry.per_message)[1 + plane][0]
 
     @property
@@ -107,7 +135,49 @@ class Tiling:
         return 0 if self.fmt.scale == "site" else len(self.fmt.sections(self.geometry.per_message)) - 1
 
     def gaps(self) -> list[tuple[int, int]]:
-        """(offset, length) of the bytes of a message that belong to no section; they are zero."""
+        """Returns (offset, length) of the bytes of a message that belong to no section; they are zero."""
         sections = self.fmt.sections(self.geometry.per_message)
         ends = [offset for offset, _ in sections[1:]] + [self.message_bytes]
         return [(o + n, end - o - n) for (o, n), end in zip(sections, ends) if end > o + n]
+
+
+def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
+    """Returns why `operation` (encode, reduce, decode) has no kernel; None where it has. Needs no GPU.
+
+    geometry: or a count of elements.
+    """
+    if fmt.element not in KERNEL_ELEMENTS or fmt.scale not in KERNEL_SCALES:
+        return f"mosaic has no element {fmt.element!r} with scale {fmt.scale!r}"
+    if str(dtype) not in DTYPES:
+        return f"mosaic kernels take {', '.join(DTYPES)}, not {dtype}"
+    if fmt.block not in BLOCKS:
+        return f"mosaic kernels have blocks of {', '.join(map(str, BLOCKS))}, not {fmt.block}"
+    if fmt.block // packing_parts(fmt.bits) < 8:
+        return f"mosaic packs parts of 8 elements and more, and a block of {fmt.block} in {fmt.bits} bits has smaller"
+    need = _least_smem_bytes(fmt, operation, dtype, geometry.messages if isinstance(geometry, Geometry) else 1)
+    if need > SMEM_BYTES:
+        return (
+            f"blocks of {fmt.block} of {dtype} with rotation {fmt.rotation!r} need {need} bytes of shared memory "
+            f"to {operation}, and a multiprocessor has {SMEM_BYTES}"
+        )
+    if isinstance(geometry, Geometry):
+        if operation == "reduce" and geometry.messages > MAX_RANKS:
+            return f"mosaic reduces over at most {MAX_RANKS} ranks, not {geometry.messages}"
+        if fmt.wire_bytes(geometry.per_message) > MAX_MESSAGE_BYTES:
+            return f"a message of {geometry.per_message} elements is over 2 GiB; more ranks or chunks make it smaller"
+    return None
+
+
+def _least_smem_bytes(fmt: Format, operation: str, dtype: str, messages: int) -> int:
+    """Returns the bytes of the smallest kernel, of one warpgroup: matrices, tiles of codes, of x or y, and scales."""
+    row = max(MIN_ROW_ELEMENTS, fmt.block)
+    tile, codes = TILE_ROWS * row * (4 if dtype == "float32" else 2), TILE_ROWS * row * fmt.bits // 8
+    scales = TILE_ROWS * max(1, SCALE_BYTES[fmt.scale]) * (row // fmt.block)
+    # A block of 256 is two halves: of its four matrices three are alike, or with signs two.
+    distinct = {"none": 0, "hadamard": 2, "signed_hadamard": 3}[fmt.rotation] if fmt.block == 256 else 1
+    matrices = (distinct * min(fmt.block, 128) ** 2 if fmt.rotation != "none" else 64 * 64) * 2
+    if operation == "encode":
+        return matrices + 2 * tile + 2 * codes + scales
+    if operation == "decode":
+        return matrices + 2 * codes + 2 * tile
+    return matrices + max(1, messages - 1) * codes + 2 * tile + scales

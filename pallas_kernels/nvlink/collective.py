@@ -39,8 +39,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import compat
 from pallas_kernels.mosaic import rotation
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
-from pallas_kernels.mosaic.writer import WARPS, put_largest
+from pallas_kernels.mosaic.tiling import TILE_ROWS
+from pallas_kernels.mosaic.wire_io import WARPS_PER_WARPGROUP, put_largest
 from pallas_kernels.nvlink import warp_roles
 from pallas_kernels.nvlink.frame_transport import FrameCodec, SlotScratch, fetch_frames, send_frames
 from pallas_kernels.nvlink.shared_memory import BufferCounts, Roles, fit_buffers, matrix_dtype
@@ -218,7 +218,7 @@ def run(
 
     body.__name__ = roles.kernel_name
     y_type = jax.ShapeDtypeStruct((out_rows, tiling.row), dtype)
-    largest_type = jax.ShapeDtypeStruct((schedule.ctas * roles.inboxes, WARPS), jnp.int32)
+    largest_type = jax.ShapeDtypeStruct((schedule.ctas * roles.inboxes, WARPS_PER_WARPGROUP), jnp.int32)
     inbox_type = frames.global_type(schedule.ranks, schedule.message_tiles)
     out = plgpu.kernel(
         body,

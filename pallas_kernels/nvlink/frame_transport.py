@@ -25,9 +25,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import blocks, owned, scales
-from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
-from pallas_kernels.mosaic.tiling import Tiling
+from pallas_kernels.mosaic import kernels, tile_codec
+from pallas_kernels.mosaic.registers import thread_blocks
+from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
 from pallas_kernels.nvlink.tile_schedule import CombineOrder, ReceiveOrder, SendOrder, TileSchedule
 
 # Mosaic makes bulk copies of multiples of so many bytes.
@@ -53,42 +53,40 @@ class FrameCodec:
         return jax.ShapeDtypeStruct((*frames, self.frame_bytes), jnp.uint8)
 
     def encode(self, frame_s, z: list, exponent) -> jax.Array:
-        """Encodes rotated blocks into a frame; returns the largest |z| of its rows as bits (`blocks.encode`)."""
+        """Encodes rotated blocks into a frame; returns the largest |z| of its rows as bits (`kernels.encode_tile`)."""
         t = self.tiling
-        largest, planes = blocks.encode(t, z, exponent, noise=None, codes_s=self._codes(frame_s))
+        largest, planes = kernels.encode_tile(t, z, exponent, noise=None, codes_s=self._codes(frame_s))
         for k in range(t.scale_planes):
-            if t.owned:
-                owned.store_scales(self._plane(frame_s, k), planes[0][k], t.interpret is not None)
+            if t.one_thread_per_block:
+                thread_blocks.store_scales(self._plane(frame_s, k), planes[0][k], t.interpret is not None)
                 continue
             for b in range(t.blocks_per_row):
                 compat.store(self._column(frame_s, k, b), planes[b][k].astype(jnp.uint8), optimized=False)
         return largest
 
     def codes(self, frame_s, dtype=jnp.float32) -> list[jax.Array]:
-        """Returns the codes' values, without their scales (`blocks.decode`)."""
-        return blocks.decode(self.tiling, self._codes(frame_s), dtype)
+        """Returns the codes' values, without their scales (`tile_codec.load_codes`)."""
+        return tile_codec.load_codes(self.tiling, self._codes(frame_s), dtype)
 
     def scales(self, frame_s, exponent) -> list[jax.Array]:
         """Returns the scale of each block of a row, float32[64]; float32[64, 8] with one thread per block."""
         t = self.tiling
-        if t.owned:
-            found = [
-                owned.load_scales(self._plane(frame_s, k).reshape(TILE_ROWS, t.blocks_per_row), t.interpret is not None)
-                for k in range(t.scale_planes)
-            ]
-            return [scales.read(t.fmt, found, exponent)]
+        if t.one_thread_per_block:
+            planes = [self._plane(frame_s, k).reshape(TILE_ROWS, t.blocks_per_row) for k in range(t.scale_planes)]
+            found = [thread_blocks.load_scales(plane, t.interpret is not None) for plane in planes]
+            return [tile_codec.read_scales(t.fmt, found, exponent)]
         out = []
         for b in range(t.blocks_per_row):
             found = []
             for k in range(t.scale_planes):
                 plane = compat.load(self._column(frame_s, k, b), plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 found.append(plane.astype(jnp.int32) & 0xFF)
-            out.append(scales.read(t.fmt, found, exponent))
+            out.append(tile_codec.read_scales(t.fmt, found, exponent))
         return out
 
     def decode(self, frame_s, exponent) -> list[jax.Array]:
         """Returns a frame's values, still rotated: float32[64, chunk] each."""
-        return blocks.scale_rows(self.tiling, self.codes(frame_s), self.scales(frame_s, exponent))
+        return tile_codec.scale_rows(self.tiling, self.codes(frame_s), self.scales(frame_s, exponent))
 
     def _codes(self, frame_s):
         return frame_s.at[pl.ds(0, self.code_bytes)].reshape(TILE_ROWS, self.tiling.row_bytes)

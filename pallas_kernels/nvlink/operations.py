@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import Format, Geometry, check_operands
 from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.encoding import largest
-from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
-from pallas_kernels.mosaic.tiling import Tiling
+from pallas_kernels.mosaic.kernels import largest_scale
+from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
 from pallas_kernels.nvlink import collective
 from pallas_kernels.nvlink.frame_transport import FrameCodec
 from pallas_kernels.nvlink.shared_memory import ALL_GATHER, ONE_SHOT, REDUCE_SCATTER, TWO_SHOT, fit_buffers
@@ -42,7 +41,7 @@ def all_reduce(fmt: Format, geometry: Geometry, x_S: jax.Array, axis: str, expon
     schedule = TileSchedule(tiling, ranks, axis)
     roles = TWO_SHOT if two_shot else ONE_SHOT
     y, bits = collective.run(roles, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=x_RC.shape[0])
-    return y.reshape(-1), largest(bits, tiling)
+    return y.reshape(-1), largest_scale(bits, tiling)
 
 
 def reduce_scatter(fmt: Format, x_PN: jax.Array, axis: str, exponent=None):
@@ -52,7 +51,7 @@ def reduce_scatter(fmt: Format, x_PN: jax.Array, axis: str, exponent=None):
     x_RC, tiling = _rows(fmt, geometry, x_PN.reshape(-1)), _tiling(fmt, geometry)
     schedule = TileSchedule(tiling, p, axis)
     y, bits = collective.run(REDUCE_SCATTER, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=tiling.rows)
-    return y.reshape(-1), largest(bits, tiling)
+    return y.reshape(-1), largest_scale(bits, tiling)
 
 
 def all_gather(fmt: Format, x_N: jax.Array, axis: str, exponent=None):
@@ -62,7 +61,7 @@ def all_gather(fmt: Format, x_N: jax.Array, axis: str, exponent=None):
     x_RC, tiling = _rows(fmt, geometry, x_N), _tiling(fmt, geometry)
     schedule = TileSchedule(tiling, p, axis)
     y, bits = collective.run(ALL_GATHER, schedule, x_RC, exponent=_exponent(fmt, exponent), out_rows=p * tiling.rows)
-    return y.reshape(p, n), largest(bits, tiling)
+    return y.reshape(p, n), largest_scale(bits, tiling)
 
 
 def message_bytes(fmt: Format, geometry: Geometry) -> int:

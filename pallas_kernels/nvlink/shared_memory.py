@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic import rotation
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
-from pallas_kernels.mosaic.tiling import Tiling
+from pallas_kernels.mosaic.tiling import TILE_ROWS, Tiling
 from pallas_kernels.nvlink.frame_transport import FrameCodec
 
 # Shared memory of one CTA on Hopper. Mosaic aligns arrays, and has scratch of its own.

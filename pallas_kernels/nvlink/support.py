@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.devices import compute_capability, describe
+from pallas_kernels.dispatch import compute_capability, describe
 from pallas_kernels.formats import Format
-from pallas_kernels.mosaic import obstacles as mosaic
+from pallas_kernels.mosaic import tiling as mosaic
 from pallas_kernels.nvlink import hardware
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
@@ -38,15 +38,15 @@ def why_unsupported(fmt: Format, operation: str, dtype: str, ranks: int, per_mes
     if ranks not in RANKS:
         return f"nvlink kernels are for {', '.join(map(str, RANKS))} ranks, not {ranks}"
     for name in ("encode", "decode"):
-        if (reason := mosaic.obstacle(fmt, name, dtype)) is not None:
+        if (reason := mosaic.why_unsupported(fmt, name, dtype)) is not None:
             return reason
     if fmt.scale == "site":
         return "nvlink kernels have no scale 'site'"
     if fmt.rounding == "stochastic":
         return "nvlink kernels round to nearest"
     row = max(128, fmt.block)
-    if per_message is not None and (per_message % (8 * row) or per_message < mosaic.ROWS * row):
-        least = mosaic.ROWS * row
+    if per_message is not None and (per_message % (8 * row) or per_message < mosaic.TILE_ROWS * row):
+        least = mosaic.TILE_ROWS * row
         return f"a message of {per_message} elements is not whole groups of 8 rows of {row}, or under {least}"
     if not _fits(fmt, operation, dtype, ranks):
         return f"{operation} of blocks of {fmt.block} of {dtype} over {ranks} ranks needs too much shared memory"

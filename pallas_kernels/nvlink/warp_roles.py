@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import blocks
+from pallas_kernels.mosaic import tile_codec
 from pallas_kernels.mosaic.rotation import Rotator
-from pallas_kernels.mosaic.tiling import ROWS as TILE_ROWS
-from pallas_kernels.mosaic.writer import Writer
+from pallas_kernels.mosaic.tiling import TILE_ROWS
+from pallas_kernels.mosaic.wire_io import WireWriter
 from pallas_kernels.nvlink.frame_transport import FrameCodec, FrameSlots
 from pallas_kernels.nvlink.tile_schedule import CombineOrder, ReceiveOrder, SendOrder, TileSchedule
 
@@ -39,7 +39,7 @@ class RoleContext:
 
     def no_maxima(self):
         """Returns the largest |z| of no tile, as bits."""
-        return Writer.nothing(self.schedule.tiling)
+        return WireWriter.nothing(self.schedule.tiling)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class OutputTiles:
         plgpu.wait_smem_to_gmem(self.buffers - 1, wait_read_only=True)
         buffer = self.y_s.at[lax.rem(k, jnp.int32(self.buffers))]
         values = [v.astype(self.y_s.dtype) for v in values]
-        blocks.store_tile(self.context.schedule.tiling, buffer, values, self.transforms)
+        tile_codec.store_tile(self.context.schedule.tiling, buffer, values, self.transforms)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, self.y_g.at[pl.ds(row, TILE_ROWS)])
 
@@ -148,7 +148,7 @@ def combine(
         def add_frames(first, end, total):
             return lax.fori_loop(first, end, lambda rank, total: add(total, frame_term(rank)), total)
 
-        # As in `mosaic/reduction.py`, to the bit: where a product and its sum meet, they are rounded once.
+        # As in `mosaic/kernels.py`, to the bit: where a product and its sum meet, they are rounded once.
         ranks_before = lambda: add_frames(jnp.int32(1), own_rank, frame_term(jnp.int32(0)))
         if own_x is None:
             total = ranks_before()
@@ -202,7 +202,7 @@ def receive(context: RoleContext, order: ReceiveOrder, incoming: FrameSlots, y: 
         codes = context.frames.codes(frame_s, rotator.dtype if rotator.dtype == jnp.float16 else jnp.float32)
         scales = context.frames.scales(frame_s, context.exponent)
         incoming.consumer_release(slot)
-        values = blocks.scale_rows(schedule.tiling, rotator.unrotate_codes(codes, context.matrices_s), scales)
+        values = tile_codec.scale_rows(schedule.tiling, rotator.unrotate_codes(codes, context.matrices_s), scales)
         y.store(k, source * schedule.tiling.rows + schedule.first_row(schedule.tile(step)), values)
         return carry
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax import lax
 
-from pallas_kernels.devices import compute_capability, region_device
+from pallas_kernels.dispatch import compute_capability, region_device
 from pallas_kernels.triton.recipe import Recipe
 
 # An H100's; a device that is only known by name does not say.

@@ -24,7 +24,7 @@ from jax.interpreters import batching, mlir
 
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels import nvlink as kernels
-from pallas_kernels.devices import region_device
+from pallas_kernels.dispatch import region_device
 from pallas_kernels.formats import round_up
 from pallas_kernels.nvlink import hardware
 from taco_jax.collectives import all_reduce, comm_log

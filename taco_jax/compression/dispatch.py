@@ -29,8 +29,7 @@ from jax import lax
 from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnavailableError
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
-from pallas_kernels.devices import region_device
-from pallas_kernels.selection import TOKEN, only_in_jnp
+from pallas_kernels.dispatch import TOKEN, only_in_jnp, region_device
 from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
 from taco_jax.compat import as_varying, varying_axes
 from taco_jax.compression.compression import BACKENDS

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels import nvlink
-from pallas_kernels.devices import region_device
+from pallas_kernels.dispatch import region_device
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec import CODECS
 from taco_jax.compression.compression import EXCHANGES, MAX_CHUNKS, SHOTS

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.devices import compute_capability
+from pallas_kernels.dispatch import compute_capability
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.projections import Dense, column_parallel
 from taco_jax.models.run_config import Parallel

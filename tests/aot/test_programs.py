@@ -22,7 +22,7 @@ from taco_jax.compression import dispatch
 
 S = 4 * 64 * 256 * 16  # whole tiles for each of four ranks, whatever the block
 RAGGED = (S + 37, S + 128 * 3 + 8, S - 1)
-DRAWN = 64 * 128 * 132 * 4 * pipeline.MIN_ROUNDS  # enough tiles that workers draw them
+DYNAMIC = 64 * 128 * 132 * 4 * pipeline.MIN_DYNAMIC_TILES_PER_WORKER  # enough tiles for the dynamic tile scheduler
 # Matrices of rotations, tails and scales are smaller.
 LARGE = S // 16
 
@@ -181,11 +181,11 @@ def test_kernels_read_and_write_whole_buffers(f):
     assert all(start is not None and start % 16 == 0 for _, start in slices_of_kernels(compiled))
 
 
-@pytest.mark.skipif(not compat.KERNELS_TAKE_REFS, reason="before jax 0.11 tiles are dealt out")
-def test_each_kernel_draws_from_a_counter_of_its_own():
+@pytest.mark.skipif(not compat.KERNELS_TAKE_REFS, reason="before jax 0.11 there is no dynamic tile scheduler")
+def test_each_scheduler_has_a_counter_of_its_own():
     # A constant is never written to: every launch gets a copy of 4 bytes, in a loop as well.
     def f(x):
-        fmt, geometry = dispatch.to_format(CODECS["int8h"]), dispatch.Geometry(DRAWN, 4, DRAWN // 4)
+        fmt, geometry = dispatch.to_format(CODECS["int8h"]), dispatch.Geometry(DYNAMIC, 4, DYNAMIC // 4)
 
         def body(carry, _):
             wires, _ = mosaic.encode(fmt, geometry, carry, None, None)
@@ -193,7 +193,7 @@ def test_each_kernel_draws_from_a_counter_of_its_own():
 
         return lax.scan(body, x, length=2)[0]
 
-    compiled = compile_on_one(f, shape(DRAWN))
-    drawn = counters(compiled)
-    assert len(drawn) == kernels(compiled) == 2
-    assert len(set(drawn)) == 2 and all(made_by == "copy" for made_by, _ in drawn), drawn
+    compiled = compile_on_one(f, shape(DYNAMIC))
+    found = counters(compiled)
+    assert len(found) == kernels(compiled) == 2
+    assert len(set(found)) == 2 and all(made_by == "copy" for made_by, _ in found), found

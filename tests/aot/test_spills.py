@@ -9,7 +9,7 @@ import itertools
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
 from covers import cover
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, obstacle, operation_program
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, operation_program, why_unsupported
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
@@ -17,9 +17,10 @@ from taco_jax import CODECS
 from taco_jax.compression.dispatch import to_format
 
 ROUNDINGS = ("nearest", "stochastic")
-# Enough tiles for four warpgroups a multiprocessor, dealt out to them; so many that they draw them; and few, for one.
+# Enough tiles for four warpgroups a multiprocessor, in static order; so many that the scheduler hands them out; and
+# few, for one.
 LARGE = 256 * 64 * 132 * 4
-SIZES = (LARGE, LARGE * pipeline.MIN_ROUNDS, 256 * 64)
+SIZES = (LARGE, LARGE * pipeline.MIN_DYNAMIC_TILES_PER_WORKER, 256 * 64)
 RANKS = (4, 2, 8)
 
 
@@ -57,7 +58,7 @@ def check_fields(element, block, rotation, scale, operation, dtype, n, ranks, ca
     fmt = Format(element, block, rotation, scale)
     if scale == "site" and fmt.nan is None:
         fmt = dataclasses.replace(fmt, scale="e8m0")
-    if obstacle(fmt, operation, dtype, n, ranks) is None:
+    if why_unsupported(fmt, operation, dtype, n, ranks) is None:
         check(fmt, operation, dtype, n, ranks, capfd=capfd, most=MORE_BYTES)
 
 

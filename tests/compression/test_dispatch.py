@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
 import taco_jax
-from pallas_kernels import Format, Geometry, KernelUnavailableError, selection
-from pallas_kernels.devices import region_device
+from pallas_kernels import Format, Geometry, KernelUnavailableError
+from pallas_kernels import dispatch as kernel_dispatch
+from pallas_kernels.dispatch import region_device
 from taco_jax import CODECS, Codec
 from taco_jax.codec import as_codec, stochastic_rounding
 from taco_jax.compat import varying_axes
@@ -271,7 +272,7 @@ def test_layers_force_a_backend_too():
 @pytest.mark.parametrize("device", [H100, A100])
 def test_kernels_refuse_what_they_lack(changes, device, monkeypatch):
     """In one line each, forced or not, for codecs of arXiv 2411.09510's fields."""
-    monkeypatch.setattr(selection, "_triton_missing", lambda: None)
+    monkeypatch.setattr(kernel_dispatch, "_triton_missing", lambda: None)
     codec = dataclasses.replace(CODECS["mxfp4"], **changes)
     for operation in ("encode", "reduce", "decode"):
         name, reason = dispatch.choose(codec, device, "bfloat16", operation=operation)

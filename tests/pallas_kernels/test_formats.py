@@ -11,8 +11,8 @@ from covers import cover
 from reference_codec import Reference
 
 from pallas_kernels import formats
+from pallas_kernels.dispatch import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
 from pallas_kernels.formats import ELEMENTS, ROTATIONS, Format
-from pallas_kernels.selection import ONLY_IN_JNP, SCALES_ONLY_IN_JNP, TOKEN
 from taco_jax import CODECS, Codec
 from taco_jax.codec import tah
 from taco_jax.compression.dispatch import to_format

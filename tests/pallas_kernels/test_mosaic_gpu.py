@@ -30,7 +30,7 @@ from mosaic_checks import (
     skip_without_mosaic,
     values,
 )
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, obstacle
+from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, why_unsupported
 from rank_programs import check_gradients, on_every_rank
 from spelled_out import every_size
 
@@ -112,7 +112,7 @@ def test_fields(case):
         scale = "e8m0"
     codec = Codec(element, block, rotation, scale)
     geometry = Geometry(2 * 72 * 256, 2, 72 * 256)
-    reason = obstacle(dispatch.to_format(codec), operation, dtype, geometry.per_message, 2)
+    reason = why_unsupported(dispatch.to_format(codec), operation, dtype, geometry.per_message, 2)
     if reason:
         pytest.skip(reason)
     x = values(geometry.elements, "mixed", block, dtype)

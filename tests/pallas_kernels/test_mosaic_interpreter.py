@@ -48,7 +48,7 @@ pytestmark = [
 
 # Fields of codecs; a site scale comes with a calibrated exponent, and ue5m3 with or without one.
 FIELDS = dict(
-    element=tuple(formats.ELEMENTS),
+    element=formats.KERNEL_ELEMENTS,
     block=(128, 32, 64, 256),
     rotation=("hadamard", "none", "signed_hadamard"),
     scale=("ue5m3", "bfloat16", "e8m0", "float32", "site"),
@@ -72,7 +72,7 @@ CHUNKS = {
 GEOMETRIES = ("tile and a part", (129, 2), (8193, 4), (2**14 + 3, 2), "ends in the tail", "beyond x", "short")
 FEW = FIELDS | dict(geometry=GEOMETRIES) | ROTATED
 # All elements that a preset has.
-FEW["element"] = tuple(name for name in formats.ELEMENTS if name != "e3m2")
+FEW["element"] = tuple(name for name in formats.KERNEL_ELEMENTS if name != "e3m2")
 # Kernels that encode. `reduce_encode` reads wires as well.
 WRITES = with_signs(
     cover_groups(
@@ -151,7 +151,7 @@ def codec_of(element, block, rotation, scale, rounding) -> Codec:
 
 def run_fields(element, block, rotation, scale, rounding, dtype, operation, geometry="tile and a part"):
     codec = codec_of(element, block, rotation, scale, rounding)
-    if mosaic.obstacle(dispatch.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
+    if mosaic.why_unsupported(dispatch.to_format(codec), operation.partition("_")[0].replace("sum", "reduce"), dtype):
         codec = dataclasses.replace(codec, block=128)
     if geometry == "tile and a part":
         geometry = Geometry(2 * 72 * 256, 2, 72 * 256)

@@ -14,12 +14,22 @@ import pytest
 from covers import cover, cover_groups
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, ROTATED, WIDE, obstacle, operation_program, with_signs
+from mosaic_programs import (
+    DTYPES,
+    FIELDS,
+    OPERATIONS,
+    PRESETS,
+    ROTATED,
+    WIDE,
+    operation_program,
+    why_unsupported,
+    with_signs,
+)
 from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Format
-from pallas_kernels.formats import ELEMENTS
+from pallas_kernels.formats import KERNEL_ELEMENTS
 from taco_jax import CODECS
 from taco_jax.compression.dispatch import to_format
 
@@ -93,15 +103,15 @@ def lower_fields(element, block, rotation, scale, operation, dtype, shape=(2 * 6
     if operation.startswith("reduce"):
         # Whole blocks of two ranks or more.
         shape = (-(-shape[0] // 256) * 256, max(shape[1], 2))
-    if obstacle(fmt, operation, dtype, *shape) is None:
+    if why_unsupported(fmt, operation, dtype, *shape) is None:
         # A tail is a second call.
         assert kernels(lower_operation(fmt, operation, dtype, *shape)) in ((1,) if shape[0] % 16384 == 0 else (1, 2))
 
 
 def lower_sum(block, rotation, what, ranks):
-    """A sum of this many wires of the longest codes and scales, if there is no obstacle."""
+    """A sum of this many wires of the longest codes and scales, if the kernels have it."""
     fmt, (dtype, *wide) = Format("int8", block, rotation, "float32"), what.split(" to ")
-    if obstacle(fmt, "reduce_decode", wide[0] if wide else dtype, 2 * 64 * 256, ranks) is None:
+    if why_unsupported(fmt, "reduce_decode", wide[0] if wide else dtype, 2 * 64 * 256, ranks) is None:
         text = lower_operation(fmt, WIDE if wide else "reduce_decode", dtype, 2 * 64 * 256, ranks)
         assert kernels(text) == 1
 
@@ -121,11 +131,11 @@ def test_kernels_that_only_decode(case):
 
 
 @pytest.mark.parametrize("block,rotation,what", cover(2, **{k: SUMS[k] for k in ("block", "rotation", "what")}))
-def test_what_has_no_obstacle_fits_the_shared_memory(block, rotation, what):
-    """Of the most ranks that have none."""
+def test_what_is_supported_fits_the_shared_memory(block, rotation, what):
+    """With the most ranks that are supported."""
     dtype = what.rpartition(" ")[2]
     fmt = Format("int8", block, rotation, "float32")
-    possible = [n for n in range(2, 17) if obstacle(fmt, "reduce_decode", dtype, 2 * 64 * 256, n) is None]
+    possible = [n for n in range(2, 17) if why_unsupported(fmt, "reduce_decode", dtype, 2 * 64 * 256, n) is None]
     for ranks in possible[-1:]:
         lower_sum(block, rotation, what, ranks)
 
@@ -147,7 +157,7 @@ def test_more_presets(name, operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", KERNEL_ELEMENTS)
 def test_more_fields(element, operation):
     for case in cover(3, **FIELDS):
         if (case[0], case[4]) == (element, operation):

@@ -5,8 +5,8 @@ import pytest
 
 from pallas_kernels import Format, Geometry
 from pallas_kernels.mosaic import ragged
-from pallas_kernels.mosaic.encoding import encode
-from pallas_kernels.mosaic.tiling import GROUP, Tiling
+from pallas_kernels.mosaic.kernels import encode
+from pallas_kernels.mosaic.tiling import GROUP_ROWS, Tiling
 
 FORMATS = [Format("e4m3", b, "hadamard", "bfloat16") for b in (32, 128, 256)]
 
@@ -17,7 +17,7 @@ FORMATS = [Format("e4m3", b, "hadamard", "bfloat16") for b in (32, 128, 256)]
 def test_every_tile_begins_at_a_group_of_rows_where_tiles_are_taken(fmt, messages, n):
     geometry = Geometry(messages * n, messages, n)
     if not ragged.tiles_fit(fmt, geometry):
-        assert n < 64 * max(128, fmt.block) or (messages > 1 and n % (GROUP * max(128, fmt.block)))
+        assert n < 64 * max(128, fmt.block) or (messages > 1 and n % (GROUP_ROWS * max(128, fmt.block)))
         geometry = ragged.padded(fmt, geometry)
     assert ragged.tiles_fit(fmt, geometry)
     tiling = Tiling(fmt, geometry)
@@ -25,7 +25,7 @@ def test_every_tile_begins_at_a_group_of_rows_where_tiles_are_taken(fmt, message
     seen = set()
     for tile in range(tiling.tiles):
         message, row = (int(v) for v in tiling.locate(jnp.int32(tile)))
-        assert row % GROUP == 0 and int(tiling.x_row(message, row)) % GROUP == 0
+        assert row % GROUP_ROWS == 0 and int(tiling.x_row(message, row)) % GROUP_ROWS == 0
         assert 0 <= row <= tiling.rows - 64
         seen |= {(message, r) for r in range(row, row + 64)}
     assert len(seen) == messages * tiling.rows

@@ -79,7 +79,6 @@ def test_old_options_are_refused_with_the_new_spelling():
 
 ENTRY, FACADE = "a command", "a public name that is imported from here"
 CONCEPT = "one concept with one seeded fault or test of its own, which several files use"
-TO_MERGE = "to be merged into where a reader looks for it"
 # Files of less than 60 lines, and the reason why each is a file.
 SHORT = {
     "taco_jax": {
@@ -100,14 +99,8 @@ SHORT = {
         "train/__main__.py": ENTRY,
     },
     "pallas_kernels": {
-        "devices.py": TO_MERGE,
         "matmul_all_reduce/support.py": "answers without a GPU, as every package's support.py",
         "nvlink/hardware.py": "asks the driver, imports nothing of ours",
-        "mosaic/copies.py": TO_MERGE,
-        "mosaic/fp4.py": TO_MERGE,
-        "mosaic/obstacles.py": TO_MERGE,
-        "mosaic/packing.py": TO_MERGE,
-        "triton/obstacles.py": TO_MERGE,
     },
 }
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Format, Geometry, mosaic
-from pallas_kernels.formats import ELEMENTS
+from pallas_kernels.formats import KERNEL_ELEMENTS
 from taco_jax import CODECS
 from taco_jax.compression.dispatch import without_format
 
@@ -15,7 +15,7 @@ WIDE = "reduce_decode in float32"
 DTYPES = ("bfloat16", "float16", "float32")
 PRESETS = tuple(name for name, codec in CODECS.items() if not (codec.exact or without_format(codec)))
 FIELDS = dict(
-    element=tuple(ELEMENTS),
+    element=KERNEL_ELEMENTS,
     block=(32, 64, 128, 256),
     rotation=("hadamard", "none", "signed_hadamard"),
     scale=("ue5m3", "bfloat16", "e8m0", "float32", "site"),
@@ -57,8 +57,8 @@ def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages:
     return run, shapes
 
 
-def obstacle(fmt: Format, operation: str, dtype: str, n: int, messages: int) -> str | None:
+def why_unsupported(fmt: Format, operation: str, dtype: str, n: int, messages: int) -> str | None:
     """Why the kernels cannot do it; a sum of wires asks what a reduction asks, as `taco_jax.compression.dispatch`
     does."""
     kind = operation if operation in ("encode", "decode") else "reduce"
-    return mosaic.obstacle(fmt, kind, dtype, Geometry(n * messages, messages, n))
+    return mosaic.why_unsupported(fmt, kind, dtype, Geometry(n * messages, messages, n))

@@ -1,7 +1,7 @@
-"""Large arrays on a real GPU: the same bytes every time, in every program, whether workers draw their tiles (encoders,
-and what decodes 4 and 8 bits or adds 8) or have them dealt out.
+"""Large arrays on a real GPU: the same bytes every time, in every program, whether the dynamic tile scheduler hands out
+tiles (to encoders, and to what decodes 4 and 8 bits or adds 8) or their order is static.
 
-TACO_TEST_GPU=1 python -m pytest -m gpu tests/pallas_kernels/test_tickets_gpu.py
+TACO_TEST_GPU=1 python -m pytest -m gpu tests/pallas_kernels/test_mosaic_pipeline_gpu.py
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from mosaic_checks import skip_without_mosaic
-from mosaic_programs import PRESETS, obstacle, operation_program
+from mosaic_programs import PRESETS, operation_program, why_unsupported
 
 from pallas_kernels import compat
 from pallas_kernels.mosaic import pipeline
@@ -20,9 +20,9 @@ from taco_jax.compression.dispatch import to_format
 
 pytestmark = pytest.mark.gpu
 
-ROUNDS = pipeline.MIN_ROUNDS
+TILES_PER_WORKER = pipeline.MIN_DYNAMIC_TILES_PER_WORKER
 # Tiles for four warpgroups a multiprocessor, and more that are no multiple of anything; the last one is moved back.
-TILES = 4 * 132 * ROUNDS + 77
+TILES = 4 * 132 * TILES_PER_WORKER + 77
 REPEATS = 20
 
 
@@ -30,13 +30,13 @@ REPEATS = 20
 def hopper():
     skip_without_mosaic()
     if not compat.KERNELS_TAKE_REFS:
-        pytest.skip("before jax 0.11 tiles are dealt out")
+        pytest.skip("before jax 0.11 there is no dynamic tile scheduler")
 
 
-def program(fmt, operation, dtype, n, messages, monkeypatch, rounds):
-    """The jitted operation, traced with that MIN_ROUNDS."""
+def program(fmt, operation, dtype, n, messages, monkeypatch, tiles_per_worker):
+    """The jitted operation, traced with that MIN_DYNAMIC_TILES_PER_WORKER."""
     run, _ = operation_program(fmt, operation, dtype, n, messages)
-    monkeypatch.setattr(pipeline, "MIN_ROUNDS", rounds)
+    monkeypatch.setattr(pipeline, "MIN_DYNAMIC_TILES_PER_WORKER", tiles_per_worker)
     return jax.jit(lambda *arguments: run(*arguments))
 
 
@@ -57,16 +57,16 @@ def check(fmt, operation, dtype, monkeypatch):
     messages = 2 if operation == "reduce_encode" else 4
     row = max(128, fmt.block)
     n = (TILES if messages == 2 else TILES // 4) * 64 * row - 24 * row
-    if obstacle(fmt, operation, dtype, n, messages):
+    if why_unsupported(fmt, operation, dtype, n, messages):
         pytest.skip("not a kernel")
     arguments = inputs(fmt, n, messages, dtype, monkeypatch)
-    dealt = program(fmt, operation, dtype, n, messages, monkeypatch, 1 << 30)
-    theirs = dealt(*arguments)
-    drawn = program(fmt, operation, dtype, n, messages, monkeypatch, ROUNDS)
-    draws = {"encode": True, "decode": fmt.bits in (4, 8), "reduce_encode": fmt.bits == 8}[operation]
-    assert ("output_to_operand_aliasing" in drawn.lower(*arguments).compile().as_text()) == draws
+    static = program(fmt, operation, dtype, n, messages, monkeypatch, 1 << 30)
+    theirs = static(*arguments)
+    dynamic = program(fmt, operation, dtype, n, messages, monkeypatch, TILES_PER_WORKER)
+    is_dynamic = {"encode": True, "decode": fmt.bits in (4, 8), "reduce_encode": fmt.bits == 8}[operation]
+    assert ("output_to_operand_aliasing" in dynamic.lower(*arguments).compile().as_text()) == is_dynamic
     same = jax.jit(equal)
-    results = [same(drawn(*arguments), theirs) for _ in range(REPEATS)]
+    results = [same(dynamic(*arguments), theirs) for _ in range(REPEATS)]
     assert all(map(bool, results))
 
 
@@ -97,7 +97,7 @@ def test_in_a_scan_and_batched(monkeypatch):
     decode = program(fmt, "decode", "bfloat16", n, messages, monkeypatch, 1 << 30)
     theirs = decode(x, wires, rank, exponent, seed)
     run, _ = operation_program(fmt, "decode", "bfloat16", n, messages)
-    monkeypatch.setattr(pipeline, "MIN_ROUNDS", ROUNDS)
+    monkeypatch.setattr(pipeline, "MIN_DYNAMIC_TILES_PER_WORKER", TILES_PER_WORKER)
 
     @jax.jit
     def differences(wires):

@@ -8,8 +8,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice
 
-from pallas_kernels import BACKENDS, OPERATIONS, Geometry, KernelSpec, KernelUnavailableError, choose, load, selection
-from pallas_kernels.devices import compute_capability
+from pallas_kernels import BACKENDS, OPERATIONS, Geometry, KernelSpec, KernelUnavailableError, choose, dispatch, load
+from pallas_kernels.dispatch import compute_capability
 
 TACO = KernelSpec("encode", "taco", "e4m3", 128, "hadamard", "ue5m3", "bfloat16", 1 << 20)
 
@@ -37,13 +37,13 @@ NO_KERNELS = {
 
 @pytest.fixture
 def built(monkeypatch):
-    """built({backend: obstacle or None}): kernel packages that exist and answer so; the others do not exist."""
+    """built({backend: why_unsupported's answer}): kernel packages that exist and answer so; the others do not exist."""
 
-    def build(obstacles, version=(0, 11, 2)):
+    def build(answers, version=(0, 11, 2)):
         find = importlib.util.find_spec
         packages = {f"pallas_kernels.{name}" for name in BACKENDS[1:]}
-        there = {f"pallas_kernels.{name}" for name in obstacles}
-        if "triton" in obstacles:
+        there = {f"pallas_kernels.{name}" for name in answers}
+        if "triton" in answers:
             there |= {"jax_triton", "triton"}
 
         def find_spec(name):
@@ -54,10 +54,10 @@ def built(monkeypatch):
         asked = []
 
         def loaded(name):
-            return SimpleNamespace(obstacle=lambda *args: asked.append((name, *args)) or obstacles[name])
+            return SimpleNamespace(why_unsupported=lambda *args: asked.append((name, *args)) or answers[name])
 
-        monkeypatch.setattr(selection.importlib.util, "find_spec", find_spec)
-        monkeypatch.setattr(selection, "load", loaded)
+        monkeypatch.setattr(dispatch.importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(dispatch, "load", loaded)
         monkeypatch.setattr(jax, "__version_info__", version)
         return asked
 
@@ -105,8 +105,8 @@ def test_triton_needs_jax_triton(module, package, built, monkeypatch):
     built({"triton": None}, version=(0, 12, 0))
     assert choose(TACO, AMPERE)[0] == "jnp" and "need jax below 0.12" in choose(TACO, AMPERE)[1]
     built({"triton": None})
-    find = selection.importlib.util.find_spec
-    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda n: None if n == module else find(n))
+    find = dispatch.importlib.util.find_spec
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda n: None if n == module else find(n))
     assert choose(TACO, AMPERE) == ("jnp", f"triton kernels need {package}: pip install 'taco-jax[triton]'")
 
 
@@ -135,7 +135,7 @@ def test_what_stays_with_jnp(fields, reason, built):
 
 
 @pytest.mark.parametrize(
-    "force, target, obstacles, reason",
+    "force, target, answers, reason",
     [
         ("mosaic", HOPPER, {}, "mosaic kernels are not built yet"),
         ("mosaic", HOPPER, {"mosaic": "no block of 8"}, "no block of 8"),
@@ -144,8 +144,8 @@ def test_what_stays_with_jnp(fields, reason, built):
         ("mosaic", CPU, {"mosaic": None}, "CPU has no kernels"),
     ],
 )
-def test_a_forced_backend_that_cannot_run_raises_with_the_reason(force, target, obstacles, reason, built):
-    built(obstacles)
+def test_a_forced_backend_that_cannot_run_raises_with_the_reason(force, target, answers, reason, built):
+    built(answers)
     with pytest.raises(KernelUnavailableError, match=reason) as caught:
         choose(TACO, target, force=force)
     assert "'jnp'" in str(caught.value) and "\n" not in str(caught.value)  # what would work

@@ -1,4 +1,4 @@
-"""Integer codes of `interleaving`'s rows, four to a 32-bit word: unpacked and made into floats, or packed.
+"""Integer codes of rotated blocks, four to a 32-bit word: unpacked and made into floats, or packed.
 
 2^23 + c is a float32 whose low byte is c (float16: 2^10 + c), so that one byte permutation makes a float of a code and
 a subtraction takes the 2^23 away, and the offset of two's complement with its sign bit flipped. Codes of fewer bits
@@ -18,45 +18,48 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import Format, packing_parts
-from pallas_kernels.mosaic import interleaving
-from pallas_kernels.mosaic.tiling import ROWS
+from pallas_kernels.mosaic.registers import layout
+from pallas_kernels.mosaic.tiling import TILE_ROWS
+
+# Adding 1.5 * 2^23 rounds a small float32 to the nearest integer (even), which is then in the low bits of the sum.
+ROUND_TO_INT = np.float32(12582912.0)
 
 
-def reads(fmt: Format) -> bool:
-    """Whether `values` does: integers in runs that give a thread whole words, and no code that means NaN."""
-    whole = interleaving.run_columns(fmt) >= 4 * interleaving.THREADS
-    return interleaving.applies(fmt) and not fmt.is_float and fmt.scale != "site" and whole
+def can_unpack(fmt: Format) -> bool:
+    """Returns whether `unpack_block` has it: integers in runs of whole words a thread, and no code that means NaN."""
+    whole = layout.run_columns(fmt) >= 4 * layout.THREADS_PER_ROW
+    return layout.applies(fmt) and not fmt.is_float and fmt.scale != "site" and whole
 
 
-def writes(fmt: Format) -> bool:
-    """Whether `store` does: what `reads` reads, where no noise rounds."""
-    return reads(fmt) and fmt.rounding == "nearest"
+def can_pack(fmt: Format) -> bool:
+    """Returns whether `pack_block` has it: what can be unpacked, where no noise rounds."""
+    return can_unpack(fmt) and fmt.rounding == "nearest"
 
 
-def values(fmt: Format, ref, start: int, dtype, pitch: int | None = None) -> list[jax.Array]:
-    """The block whose codes start at byte `start` of the rows of `ref` -> its runs' values, dtype[64, w] each.
+def unpack_block(fmt: Format, ref, start: int, dtype, pitch: int | None = None) -> list[jax.Array]:
+    """Reads the block whose codes start at byte `start` of the rows of `ref`: its runs' values, dtype[64, w] each.
 
-    dtype: float32 or float16. pitch: as of `interleaving.read`.
+    dtype: float32 or float16.
     """
-    width, parts = interleaving.run_columns(fmt), packing_parts(fmt.bits)
+    width, parts = layout.run_columns(fmt), packing_parts(fmt.bits)
     # Of 8-bit codes a block of 256 is two runs, which share no bytes.
     groups = fmt.block // (parts * width)
     planes = parts * fmt.bits // 8
-    one = plgpu.ShapeDtypeStruct((ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
+    one = plgpu.ShapeDtypeStruct((TILE_ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[one] * (groups * parts))
     def read(ctx, memory):
         out = []
         for group in range(groups):
             places = [start + (group * planes + k) * width for k in range(planes)]
-            of_planes = [list(map(words_of, interleaving.read(memory, place, width, pitch))) for place in places]
+            of_planes = [list(map(split_words, layout.read_run(memory, place, width, pitch))) for place in places]
             for part in range(parts):
-                shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, width))
+                shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE_ROWS, width))
                 registers = np.empty((width // 8, 2), object)
                 for half in range(2):
                     for k in range(width // 16):
                         words = [plane[half][k] for plane in of_planes]
-                        registers[2 * k : 2 * k + 2, half] = integers(fmt, part, words, dtype)
+                        registers[2 * k : 2 * k + 2, half] = codes_to_floats(fmt, part, words, dtype)
                 out.append(
                     mgpu.FragmentedArray(
                         _registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
@@ -67,13 +70,14 @@ def values(fmt: Format, ref, start: int, dtype, pitch: int | None = None) -> lis
     return read(ref)
 
 
-def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Array, pitch: int | None = None) -> None:
+def pack_block(
+    fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Array, pitch: int | None = None
+) -> None:
     """Writes a block from byte `start` of the rows of `ref`, zeros where a row is not `finite` (bool[64]).
 
-    parts: its runs, int32[64, w] each, whose low bits are the codes; the others are ignored. pitch: as of
-    `interleaving.read`.
+    parts: its runs, int32[64, w] each, whose low bits are the codes; the others are ignored.
     """
-    width, together = interleaving.run_columns(fmt), packing_parts(fmt.bits)
+    width, together = layout.run_columns(fmt), packing_parts(fmt.bits)
     planes = together * fmt.bits // 8
     keep = jnp.where(finite, np.int32(-1), np.int32(0))
 
@@ -82,7 +86,7 @@ def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Arra
     )
     def write(ctx, memory, keep, *parts):
         keep = [vector.extract(row, [], [0]) for row in keep.registers.reshape(-1)]
-        words = [[_words(part.registers.reshape(-1, 2)[:, half]) for half in range(2)] for part in parts]
+        words = [[_low_bytes(part.registers.reshape(-1, 2)[:, half]) for half in range(2)] for part in parts]
         for group in range(len(parts) // together):
             own = words[group * together : (group + 1) * together]
             for k in range(planes):
@@ -91,7 +95,7 @@ def store(fmt: Format, ref, start: int, parts: list[jax.Array], finite: jax.Arra
                     of_parts = zip(*[part[half] for part in own])
                     plane = [arith.andi(plane_of(fmt, k, list(codes)), keep[half]) for codes in of_parts]
                     rows.append(vector.from_elements(ir.VectorType.get((len(plane),), plane[0].type), plane))
-                interleaving.write(memory, start + (group * planes + k) * width, width, rows, pitch)
+                layout.write_run(memory, start + (group * planes + k) * width, width, rows, pitch)
 
     write(ref, keep, *parts)
 
@@ -100,20 +104,20 @@ def constant(value: int) -> ir.Value:
     return arith.constant(ir.IntegerType.get_signless(32), value - (1 << 32) if value >= 1 << 31 else value)
 
 
-def words_of(pieces: list) -> list:
-    """Vectors of words -> the words, four bytes each."""
+def split_words(pieces: list) -> list:
+    """Returns the words of vectors of words, four bytes each."""
     return [vector.extract(piece, [], [i]) for piece in pieces for i in range(ir.VectorType(piece.type).shape[0])]
 
 
 def part_of(fmt: Format, part: int, planes: list) -> ir.Value:
-    """The codes of one part from words of each byte plane: four codes, a byte each."""
+    """Returns the codes of one part from words of each byte plane: four codes, a byte each."""
     word, low = _located(fmt, part, planes)
     word = arith.shrui(word, constant(low)) if low else word
     return arith.andi(word, constant(((1 << fmt.bits) - 1) * 0x01010101)) if fmt.bits < 8 else word
 
 
 def _located(fmt: Format, part: int, planes: list) -> tuple[ir.Value, int]:
-    """A word whose bytes have the codes of one part in their bits from the second result on, and others' bits."""
+    """Returns (word, low): each byte has a code of one part in its bits from `low` on, and others' bits."""
     first, low = divmod(part * fmt.bits, 8)
     if low + fmt.bits <= 8:
         return planes[first], low
@@ -124,7 +128,7 @@ def _located(fmt: Format, part: int, planes: list) -> tuple[ir.Value, int]:
 
 
 def plane_of(fmt: Format, k: int, parts: list) -> ir.Value:
-    """Byte plane k from words of four codes of each part; `part_of` turned round."""
+    """Returns byte plane k from words of four codes of each part; `part_of` turned round."""
     word = None
     for part, codes in enumerate(parts):
         shift = part * fmt.bits - 8 * k
@@ -140,36 +144,44 @@ def plane_of(fmt: Format, k: int, parts: list) -> ir.Value:
     return word
 
 
-def _words(pairs) -> list:
-    """Vectors of two int32 -> words of the low bytes of four."""
+def _low_bytes(pairs) -> list:
+    """Returns, of vectors of two int32, words of the low bytes of four."""
     each = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
-    return [gather(each[i : i + 4]) for i in range(0, len(each), 4)]
+    return [gather_low_bytes(each[i : i + 4]) for i in range(0, len(each), 4)]
 
 
-def gather(each: list) -> ir.Value:
-    """The low bytes of four int32 -> a word."""
-    two = [permute(a, b, 0x0040) for a, b in (each[:2], each[2:])]
-    return permute(*two, 0x5410)
+def floats_to_codes(pairs: list) -> ir.Value:
+    """Rounds two vectors of two scaled float32: a word of four codes, whose bits above them are to be ignored."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    number = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, value))
+    each = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
+    return gather_low_bytes([arith.bitcast(i32, arith.addf(value, number(float(ROUND_TO_INT)))) for value in each])
 
 
-def integers(fmt: Format, part: int, planes: list, dtype) -> list:
-    """The codes of one part from words of each byte plane -> two vectors of two values, float32 or float16."""
+def gather_low_bytes(each: list) -> ir.Value:
+    """Returns a word of the low bytes of four int32."""
+    two = [permute_bytes(a, b, 0x0040) for a, b in (each[:2], each[2:])]
+    return permute_bytes(*two, 0x5410)
+
+
+def codes_to_floats(fmt: Format, part: int, planes: list, dtype) -> list:
+    """Returns the values of one part's codes in words of each byte plane: two vectors of two, float32 or float16."""
     sign = 1 << (fmt.bits - 1)
     if fmt.bits < 8 and dtype == jnp.float32:
         return _without_permutations(fmt, *_located(fmt, part, planes))
     word = arith.xori(part_of(fmt, part, planes), constant(sign * 0x01010101))
     if dtype == jnp.float16:
-        pairs = [permute(word, 0x64, selector) for selector in (0x4140, 0x4342)]
-        bias = halves(constant(_twice(1024.0 + sign)))
-        return [arith.subf(halves(pair), bias) for pair in pairs]
+        pairs = [permute_bytes(word, 0x64, selector) for selector in (0x4140, 0x4342)]
+        bias = as_float16_pair(constant(_twice(1024.0 + sign)))
+        return [arith.subf(as_float16_pair(pair), bias) for pair in pairs]
     f32 = ir.F32Type.get()
     bias = arith.constant(f32, ir.FloatAttr.get(f32, 8388608.0 + sign))
-    singles = [arith.bitcast(f32, permute(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
+    singles = [arith.bitcast(f32, permute_bytes(word, 0x4B000000, 0x7440 + i)) for i in range(4)]
     return _pairs([arith.subf(single, bias) for single in singles])
 
 
 def _without_permutations(fmt: Format, word, low: int) -> list:
-    """float32 of the codes in bits `low` and on of each byte."""
+    """Returns float32 of the codes in bits `low` and on of each byte."""
     sign, numbers = 1 << (fmt.bits - 1), [None] * 4
     mask, flip = ((1 << fmt.bits) - 1) << low, 0x6400 | sign << low
     f32 = ir.F32Type.get()
@@ -180,7 +192,7 @@ def _without_permutations(fmt: Format, word, low: int) -> list:
         two = _assembly("lop3.b32 $0, $1, $2, $3, 0x6A;", *operands)
         # 2^10 + c 2^low, and so 2^(10 - low) + c.
         operands = [two, *[constant(_twice(value)) for value in (2.0**-low, -(2.0 ** (10 - low)) - sign)]]
-        pair = halves(_assembly("fma.rn.f16x2 $0, $1, $2, $3;", *operands))
+        pair = as_float16_pair(_assembly("fma.rn.f16x2 $0, $1, $2, $3;", *operands))
         pair = arith.extf(ir.VectorType.get((2,), f32), pair)
         numbers[first::2] = [vector.extract(pair, [], [i]) for i in range(2)]
     return _pairs(numbers)
@@ -192,18 +204,18 @@ def _pairs(numbers: list) -> list:
 
 
 def _twice(value: float) -> int:
-    """A word of one float16 twice."""
+    """Returns a word of one float16 twice."""
     return int(np.float16(value).view(np.uint16)) * 0x00010001
 
 
-def halves(word) -> ir.Value:
-    """A word as two float16."""
+def as_float16_pair(word) -> ir.Value:
+    """Returns a word as two float16."""
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     return vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), vector.broadcast(one, word))
 
 
-def permute(word, other: int | ir.Value, selector: int | ir.Value) -> ir.Value:
-    """Bytes of `word` (0 to 3) and of `other` (4 to 7), lowest first as the selector's digits say."""
+def permute_bytes(word, other: int | ir.Value, selector: int | ir.Value) -> ir.Value:
+    """Returns bytes of `word` (0 to 3) and of `other` (4 to 7), lowest first as the selector's digits say."""
     value = lambda operand: constant(operand) if isinstance(operand, int) else operand
     kinds = "=r,r,r,n" if isinstance(selector, int) else "=r,r,r,r"
     operands = [word, value(other), value(selector)]

@@ -2,18 +2,23 @@
 
 NVIDIA GPUs of compute capability 9.0 (Hopper) take mosaic kernels, and triton's where mosaic has none for the codec;
 8.0 to 8.9 and 10.0 and newer take triton kernels (the matrix instructions of the mosaic kernels are Hopper's alone);
-everything else the jnp reference. Each kernel package says by itself what it cannot do
-(`obstacle`), without a GPU and without its compiler.
+everything else the jnp reference. Each kernel package answers `why_unsupported` by itself, without a GPU and without
+its compiler.
+
+A `jax.Device` reports its compute capability. An abstract device (of a mesh that a function is traced for, with or
+without that hardware in the machine) has only its name, so names of GPUs are listed here.
 """
 
 import difflib
 import importlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pallas_kernels.devices import compute_capability, describe
+import jax
+
 from pallas_kernels.formats import CODEC_BLOCKS, ELEMENTS, ROTATIONS, ROUNDINGS, SCALE_BYTES, Format, Geometry
 
 BACKENDS = ("jnp", "mosaic", "triton")
@@ -40,6 +45,22 @@ PAPER = "codec 'taco_paper' is the paper to the letter, kept as a reference: it 
 SCALES_ONLY_IN_JNP = {"paper": PAPER} | {
     name: f"scale {name} has no kernel: kernels have scales of whole bytes" for name in ("e5m0", "e4m0")
 }
+
+# The first pattern that is in the name counts, so longer names come first.
+_DEVICE_NAMES = (
+    (r"\bT4\b|RTX 20\d\d|Quadro RTX", (7, 5)),
+    (r"GB10\b", (12, 1)),
+    (r"GB300|B300", (10, 3)),
+    (r"GB200|B200|B100", (10, 0)),
+    (r"GH200|H[128]00|H20Z?\b", (9, 0)),
+    (r"RTX PRO \d+ Blackwell|RTX 50\d\d", (12, 0)),
+    (r"\bThor\b", (11, 0)),  # 10.1 before CUDA 13
+    (r"\bOrin\b", (8, 7)),
+    (r"RTX \d+ Ada|RTX 40\d\d|\bL(4|20|40S?)\b", (8, 9)),
+    (r"RTX A\d+|RTX 30\d\d|\bA(2|10G?|16|40)\b|\bA6000\b", (8, 6)),
+    (r"\bA(30X?|100X?|800)\b", (8, 0)),
+    (r"\bV100\b|Titan V", (7, 0)),
+)
 
 
 class KernelUnavailableError(RuntimeError):
@@ -83,7 +104,7 @@ class KernelSpec:
 
 
 def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[str, str]:
-    """The backend that runs `spec` on `device`, and the reason in one sentence.
+    """Returns the backend that runs `spec` on `device`, and the reason in one sentence.
 
     Args:
         spec: the operation.
@@ -104,32 +125,32 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
         return "jnp", "jnp was asked for"
     candidates, reason = _candidates(device)
     if force is not None:
-        obstacle = _obstacle(force, spec) if force in candidates else _unfit(candidates, reason)
-        if obstacle is not None:
+        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(candidates, reason)
+        if unsupported is not None:
             raise KernelUnavailableError(
                 f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {describe(device)}: "
-                f"{obstacle}; use backend 'auto' or 'jnp'"
+                f"{unsupported}; use backend 'auto' or 'jnp'"
             )
         return force, f"{force} was asked for"
-    obstacles = []
+    reasons = []
     for name in candidates:
-        obstacle = _obstacle(name, spec)
-        if obstacle is None:
-            return name, "; ".join([reason.format(name), *obstacles])
-        if obstacle not in obstacles:
-            obstacles.append(obstacle)
-    return "jnp", "; ".join(obstacles) or f"{reason}: the jnp reference runs"
+        unsupported = _why_unsupported(name, spec)
+        if unsupported is None:
+            return name, "; ".join([reason.format(name), *reasons])
+        if unsupported not in reasons:
+            reasons.append(unsupported)
+    return "jnp", "; ".join(reasons) or f"{reason}: the jnp reference runs"
 
 
 def load(name: str) -> ModuleType:
-    """The kernel package of a backend, "mosaic" or "triton", imported when it is first asked for."""
+    """Imports the kernel package of a backend, "mosaic" or "triton"."""
     if name not in BACKENDS[1:]:
         raise ValueError(f"backend {name!r} has no kernels; {_did_you_mean(name, BACKENDS[1:])}")
     return importlib.import_module(f"pallas_kernels.{name}")
 
 
 def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
-    """The kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
+    """Returns the kernel backends for this kind of device, best first, and the reason ("{}" is the backend's name)."""
     if device.platform == "cpu":
         return (), "CPU has no kernels"
     if device.platform not in ("gpu", "cuda"):
@@ -145,12 +166,12 @@ def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
 
 
 def _unfit(candidates: tuple[str, ...], reason: str) -> str:
-    """Why a device does not take a backend's kernels at all."""
+    """Returns why a device does not take a backend's kernels at all."""
     return f"mosaic kernels need compute capability 9.0; {candidates[0]} would do" if candidates else reason
 
 
-def _obstacle(backend: str, spec: KernelSpec) -> str | None:
-    """Why `backend` cannot run `spec` on the devices that it is for; None if it can."""
+def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
+    """Returns why `backend` cannot run `spec` on the devices that it is for; None if it can."""
     if spec.element == "none":
         return NOTHING_TO_ENCODE
     reason = only_in_jnp(spec.codec_name, spec.element, spec.block, spec.scale)
@@ -164,22 +185,20 @@ def _obstacle(backend: str, spec: KernelSpec) -> str | None:
     if package is None or package.origin is None:  # no folder, or one that is no package
         return f"{backend} kernels are not built yet"
     if backend == "triton":
-        return _triton_missing() or load(backend).obstacle(spec.format, spec.operation, spec.dtype)
+        return _triton_missing() or load(backend).why_unsupported(spec.format, spec.operation, spec.dtype)
     where = spec.elements if spec.geometry is None else spec.geometry
-    return load(backend).obstacle(spec.format, spec.operation, spec.dtype, where)
+    return load(backend).why_unsupported(spec.format, spec.operation, spec.dtype, where)
 
 
 def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> str | None:
-    """Why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
+    """Returns why a codec of these fields has no `Format`, and so no kernel on any device; None if it has one."""
     if scale in SCALES_ONLY_IN_JNP:
         return SCALES_ONLY_IN_JNP[scale]
     return TOKENS.format(codec_name) if block == TOKEN else ONLY_IN_JNP.get(element)
 
 
 def _triton_missing() -> str | None:
-    """What the environment lacks for jax-triton, whose releases trail those of jax."""
-    import jax
-
+    """Returns what the environment lacks for jax-triton, whose releases trail those of jax."""
     if jax.__version_info__ >= (0, 12):
         return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
     for module, package in (("jax_triton", "jax-triton"), ("triton", "triton")):
@@ -191,3 +210,34 @@ def _triton_missing() -> str | None:
 def _did_you_mean(name: Any, valid: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(str(name), valid, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(valid)
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Returns (major, minor) of an NVIDIA GPU; None for others (AMD reports names such as gfx942) and unknown names."""
+    reported = getattr(device, "compute_capability", None)
+    if reported is None:
+        name = str(getattr(device, "device_kind", ""))
+        return next((found for pattern, found in _DEVICE_NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(reported))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def describe(device: Any) -> str:
+    """Returns the device's name, with its compute capability where it has one."""
+    kind = getattr(device, "device_kind", device.platform)
+    capability = compute_capability(device)
+    return f"{kind} (compute capability {capability[0]}.{capability[1]})" if capability else str(kind)
+
+
+def region_device():
+    """Returns the device that is traced for: that of the region's mesh, or the first one where there is none.
+
+    A mesh knows its devices by kind only (an abstract device), which may be another machine's; where this machine has
+    one of that kind it is returned, because it says more.
+    """
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    devices = jax.local_devices()
+    if abstract is None:
+        return devices[0]
+    same = [d for d in devices if (d.platform, d.device_kind) == (abstract.platform, abstract.device_kind)]
+    return same[0] if same else abstract
