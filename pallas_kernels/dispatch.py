@@ -19,22 +19,31 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.formats import CODEC_BLOCKS, ELEMENTS, ROTATIONS, ROUNDINGS, SCALE_BYTES, Format, Geometry
+from pallas_kernels.formats import (
+    CODEC_BLOCKS,
+    ELEMENTS,
+    KERNEL_ELEMENTS,
+    ROTATIONS,
+    ROUNDINGS,
+    SCALES,
+    TOKEN,
+    Format,
+    Geometry,
+)
 
 BACKENDS = ("jnp", "mosaic", "triton")
 OPERATIONS = ("encode", "reduce", "decode")
 # Elements and blocks that only the jnp reference has, and why. The codec of a preset: `tah4`, `int8_token`.
 ONLY_IN_JNP = {
     "int3_4": "element int3_4 chooses between 4 and 3 bits tile by tile, in order of their size: no kernel sorts tiles",
-    **{name: f"element {name} has no kernel" for name in ("int3", "e3m1", "e2m2", "e1m3", "e1m2", "e1m1")},
+    **{name: f"element {name} has no kernel" for name in ELEMENTS if name not in KERNEL_ELEMENTS},
 }
-TOKEN = "token"
 TOKENS = "codec {!r} has one scale a token, whose size may be any: kernels have blocks of a power of two"
 _VALID = {
     "operation": OPERATIONS,
-    "element": (*ELEMENTS, *ONLY_IN_JNP, "none"),
+    "element": (*ELEMENTS, "int3_4", "none"),
     "rotation": ROTATIONS,
-    "scale": (*SCALE_BYTES, "e5m0", "e4m0", "paper"),
+    "scale": SCALES,
     "rounding": ROUNDINGS,
 }
 

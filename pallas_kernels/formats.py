@@ -72,6 +72,7 @@ ROUNDINGS = ("nearest", "stochastic")
 DTYPES = ("bfloat16", "float16", "float32")
 CODEC_BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 BLOCKS = (32, 64, 128, 256)  # that kernels have
+TOKEN = "token"  # a block that is the last dim of an array; the codec has it, kernels do not
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pallas_kernels.formats import (
     ROTATIONS,
     ROUNDINGS,
     SCALES,
+    TOKEN,
     UNCALIBRATED,
     packing_parts,
     scale_section_lengths,
@@ -45,7 +46,6 @@ from taco_jax.codec.hadamard import rotate, unrotate
 from taco_jax.errors import did_you_mean
 
 STATS = ("amax", "signal", "noise", "clipped", "flushed", "count")
-TOKEN = "token"
 
 
 def _check_dtype(dtype, name: str) -> None:
