@@ -121,7 +121,7 @@ class Format:
 
     @property
     def scale_bias(self) -> int:
-        """What an e8m0 byte carries beyond the scale: OCP's MXINT8 element is k / 64."""
+        """Returns what an e8m0 byte carries beyond the scale: OCP's MXINT8 element is k / 64."""
         return ocp_bias(self.element) if self.scale == "e8m0" else 0
 
     @property

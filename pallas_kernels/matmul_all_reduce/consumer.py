@@ -43,7 +43,7 @@ class GlobalFrameCodec(FrameCodec):
 
 @dataclass(frozen=True)
 class ConsumerContext:
-    """What the consumers of a kernel use.
+    """The objects that the consumers of a kernel use.
 
     terms_g [ranks, tiles * frames_per_owner, frame_bytes]: frames of this rank's sums, row r from rank r. sums_g
     [tiles * 4, frame_bytes]: frames of all sums. own_terms_g [ctas, frames_per_owner, OWN_TERM_TILES, 64 * 128]: own

@@ -1,4 +1,4 @@
-"""What the CPU interpreter runs in the place of inlined MLIR, and of what it does not know, in plain jax.numpy.
+"""Stand-ins that the CPU interpreter runs for inlined MLIR, and for what it does not know, in plain jax.numpy.
 
 It knows no register layouts, so that an array's columns are moved explicitly; no reshaped refs, so that values are
 reshaped on their way; no left operand of a product in registers; and no atomic counters (`pipeline.Workers.dynamic`).

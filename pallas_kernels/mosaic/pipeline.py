@@ -50,7 +50,7 @@ class Workers:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the dynamic tile scheduler hands out the tiles. The interpreter knows no counter."""
+        """Returns whether the dynamic tile scheduler hands out the tiles. The interpreter knows no counter."""
         able = self.may_be_dynamic and compat.KERNELS_TAKE_REFS and self.interpret is None
         return able and self.tiles >= MIN_DYNAMIC_TILES_PER_WORKER * self.count
 

@@ -80,12 +80,12 @@ class Tiling:
 
     @property
     def one_thread_per_block(self) -> bool:
-        """Whether each thread has whole blocks (`registers/thread_blocks.py`)."""
+        """Returns whether each thread has whole blocks (`registers/thread_blocks.py`)."""
         return self.fmt.block == 32 and self.fmt.rotation == "none"
 
     @property
     def consecutive_bytes(self) -> bool:
-        """Whether a thread's codes are consecutive bytes of their row (`registers/layout.py`)."""
+        """Returns whether a thread's codes are consecutive bytes of their row (`registers/layout.py`)."""
         return self.fmt.rotation != "none" or self.any_order or self.one_thread_per_block
 
     @property

@@ -1,4 +1,4 @@
-"""What the NVLink kernels support. Importable, and answered, without a GPU."""
+"""The messages that the NVLink kernels support. Importable, and answered, without a GPU."""
 
 from __future__ import annotations
 

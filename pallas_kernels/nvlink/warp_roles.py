@@ -1,4 +1,4 @@
-"""What the warpgroups of a CTA do. Each does one thing for all of the CTA's tiles, at the same time as the others.
+"""The roles of the warpgroups of a CTA. Each does one thing for all of the CTA's tiles, at the same time as the others.
 
 | role | takes | gives |
 |---|---|---|
@@ -29,7 +29,7 @@ from pallas_kernels.nvlink.tile_schedule import CombineOrder, ReceiveOrder, Send
 
 @dataclass(frozen=True)
 class RoleContext:
-    """What every role of a kernel uses: schedule, frames, rotation with its matrices, and the site's exponent."""
+    """The objects that every role uses: schedule, frames, rotation with its matrices, and the site's exponent."""
 
     schedule: TileSchedule
     frames: FrameCodec

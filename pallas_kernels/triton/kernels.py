@@ -174,7 +174,7 @@ def _rotated(
 
 @triton.jit
 def _nothing(R: tl.constexpr):
-    """What adding to changes nothing, the sign of a zero included: -0."""
+    """Returns the value to which adding changes nothing, the sign of a zero included: -0."""
     ROWS: tl.constexpr = R.rows
     COLUMNS: tl.constexpr = R.columns
     out = ()

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def scale_planes(blocks, R: tl.constexpr):
-    """Of a message: (offset of the first scale plane, distance from one plane to the next)."""
+    """Returns of a message (offset of the first scale plane, distance from one plane to the next)."""
     return _round_up(blocks.to(tl.int64) * R.row_bytes, 128), _round_up(blocks.to(tl.int64), 128)
 
 
@@ -95,7 +95,7 @@ def store_scales(wire_ptr, first, blocks, planes, R: tl.constexpr):
 
 @triton.jit
 def store_rest(wire_ptr, blocks, code, R: tl.constexpr):
-    """What belongs to no tile: zeros between and after sections, and the one scale byte of a message (`code`)."""
+    """Stores what belongs to no tile: zeros between and after sections, and a message's one scale byte (`code`)."""
     offset, stride = scale_planes(blocks, R)
     length = message_bytes(blocks, R)
     _store_zeros(wire_ptr, blocks.to(tl.int64) * R.row_bytes, offset, 128)
@@ -116,7 +116,7 @@ def _store_zeros(ptr, start, end, MOST: tl.constexpr):
 
 @triton.jit
 def _offsets(row_length: tl.constexpr, first: tl.constexpr, columns: tl.constexpr, R: tl.constexpr):
-    """Of a tile's elements: rows of `row_length`, of which `columns` from `first` on."""
+    """Returns the offsets of a tile's elements: rows of `row_length`, of which `columns` from `first` on."""
     return tl.arange(0, R.rows)[:, None] * row_length + (tl.arange(0, columns)[None, :] + first)
 
 

@@ -87,7 +87,7 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None) -> jax.
 
 
 def decode_into(fmt: Format, geometry: Geometry, wires, into, exponent=None) -> jax.Array:
-    """As `decode`, over the elements of `into`, dtype[S], that the messages hold; the others stay."""
+    """Decodes as `decode`, over the elements of `into`, dtype[S], that the messages hold; the others stay."""
     check_operands(fmt, geometry, into, wires)
     call = _Call(fmt, "decode", geometry, into.dtype, exponent)
     return call.decode(
@@ -96,7 +96,7 @@ def decode_into(fmt: Format, geometry: Geometry, wires, into, exponent=None) -> 
 
 
 class _Call:
-    """What the kernels of one operation share."""
+    """The arguments that the kernels of one operation share."""
 
     def __init__(self, fmt: Format, operation: str, geometry: Geometry, dtype, exponent, **options):
         self.fmt, self.geometry = fmt, geometry

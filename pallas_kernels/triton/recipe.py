@@ -1,4 +1,5 @@
-"""What a Triton kernel compiles in: the number format, how a block is cut for it, and the tuning. Needs no triton.
+"""The constants that a Triton kernel compiles in: the number format, how a block is cut for it, and the tuning. Needs no
+triton.
 
 A program works on tiles of `rows` blocks of one message. It holds a block as `parts` tensors of `columns` elements
 each, [rows, columns], because what crosses parts is then arithmetic between tensors, without any shuffle:
@@ -110,7 +111,7 @@ class Recipe:
 
     @property
     def halvings(self) -> int:
-        """How often a tensor of values is halved to become tensors of codes."""
+        """Returns how often a tensor of values is halved to become tensors of codes."""
         return (self.code_parts // self.parts).bit_length() - 1
 
     @property

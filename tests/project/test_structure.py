@@ -112,3 +112,42 @@ def test_short_files_have_a_reason(package):
     without, stale = sorted(short - set(SHORT[package])), sorted(set(SHORT[package]) - short)
     assert not stale, f"listed in SHORT, but not there or longer: {', '.join(stale)}"
     assert not without, f"below 60 lines: {', '.join(without)}: merge them, or say in SHORT why not"
+
+
+def calls(name: str) -> set[str]:
+    """The files in which something of this name is called."""
+    found = set()
+    for path in own_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
+                found.add(str(path.relative_to(REPOSITORY)))
+    return found
+
+
+def test_at_most_6_files_from_a_codecs_flag_to_the_kernel():
+    """Each makes the next form of what `--compression.forward` says; in between, objects are handed on whole."""
+    forms = {
+        "site_compression": "taco_jax/config/settings.py",  # a field of CompressionConfig -> Compression
+        "codec_pair": "taco_jax/compression/compression.py",  # its text -> Codec, by `as_codec`
+        "Message": "taco_jax/collectives/call.py",  # the codec of the message's direction
+        "Format": "taco_jax/compression/dispatch.py",  # as kernels take it; and the choice of the kernel
+        "encode_tile": "pallas_kernels/mosaic/kernels.py",
+    }
+    assert len(forms) + 1 <= 6  # and codec/codec.py, which looks the text up
+    assert calls("Message") == {forms["Message"]}
+    assert {path for path in calls("Format") if path.startswith("taco_jax")} == {forms["Format"]}
+    assert forms["codec_pair"] in calls("as_codec")
+    for name in ("site_compression", "codec_pair", "encode_tile"):
+        assert f"def {name}(" in (REPOSITORY / forms[name]).read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_begin_with_a_verb_or_a_noun(package):
+    found = []
+    for path in sorted((REPOSITORY / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or ".").split()[0]
+                if first in ("Of", "As", "What", "Those", "Who", "Whether"):
+                    found.append(f"{path.relative_to(REPOSITORY)}: {getattr(node, 'name', 'module')}: {first}")
+    assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""What a thread does with its own registers: layouts, packing and unpacking of codes, as MLIR inside of the kernels.
+"""Work of a thread on its own registers: layouts, packing and unpacking of codes, as MLIR inside of the kernels.
 
 | file | holds |
 |---|---|
