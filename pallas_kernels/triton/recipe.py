@@ -1,4 +1,4 @@
-"""The constants that a Triton kernel compiles in: the number format, how a block is cut for it, and the tuning. Needs no
+"""The constants that a Triton kernel compiles in: the number format, how a block is cut for it, and tuning. Needs no
 triton.
 
 A program works on tiles of `rows` blocks of one message. It holds a block as `parts` tensors of `columns` elements
