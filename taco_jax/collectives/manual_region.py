@@ -11,6 +11,7 @@ that can be cut is, which costs nothing where it is the batch and XLA has split 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -168,12 +169,30 @@ def _types(*_, jaxpr):
 
 
 def _batch_whole(args, dims, *, jaxpr):
-    traced = jax.jit(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dims)).trace(*args)
+    traced = jax.jit(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))).trace(*args)
     outputs = _whole.bind(*args, jaxpr=traced.jaxpr)
     return outputs, [0] * len(outputs)
 
 
-mlir.register_lowering(_whole, lambda ctx, *args, jaxpr: mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args))
+# The mesh of the region around the one that is being lowered, whose own has no devices.
+_around: contextvars.ContextVar[jax.sharding.Mesh | None] = contextvars.ContextVar("around", default=None)
+
+
+def _lower_whole(ctx, *args, jaxpr):
+    token = _around.set(mesh_of(ctx.module_context))
+    try:
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
+    finally:
+        _around.reset(token)
+
+
+def mesh_of(module_context) -> jax.sharding.Mesh | None:
+    """The mesh of the region that is being lowered, with its devices; None where nobody knows them."""
+    mesh = getattr(module_context.axis_context, "mesh", None)
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else _around.get()
+
+
+mlir.register_lowering(_whole, _lower_whole)
 batching.primitive_batchers[_whole] = _batch_whole
 
 

@@ -166,6 +166,13 @@ def test_in_a_scan(wrap):
     assert 0 < relative(got, want) < 0.02
 
 
+def test_a_batch():
+    mesh = make_mesh(dp=DP, tp=TP)
+    x = x_of(mesh)
+    sums = jax.vmap(lambda x: taco_jax.psum(x, "tp", compression="int8h"), in_axes=1, out_axes=1)
+    assert 0 < relative(jax.jit(region(sums, mesh, True))(x), np.asarray(x).sum(0)) < 0.02
+
+
 def test_scales_and_noise():
     """The measure is the largest of all devices, and devices along dp draw noise of their own."""
     mesh = make_mesh(dp=DP, tp=TP)
