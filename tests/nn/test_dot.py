@@ -221,6 +221,38 @@ def test_layers_of_flax(twin):
     assert len(messages) == 2 * 4, "two hops of four sums"
 
 
+def test_layers_in_a_scan_of_flax():
+    class Layer(nn.Module):
+        dot: object
+
+        @nn.compact
+        def __call__(self, x, _):
+            return x + jnp.tanh(nn.Dense(D, **self.dot("row"))(x)), None
+
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+    make = lambda dot: nn.scan(nn.remat(Layer, prevent_cse=False), **axes)(dot)
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D)).astype(np.float32)
+    variables = make(no_dot).init(jax.random.key(0), x, None)
+
+    def gradients(dot):
+        loss = lambda variables, x: jnp.sum(make(dot).apply(variables, x, None)[0] ** 2)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x)
+
+    want = gradients(no_dot)
+    with jax.set_mesh(make_mesh(dp=DP, tp=TP)):
+        check(gradients(compressed_dot), want, 0.05)
+
+
+def test_a_kernel_that_another_axis_cuts_is_gathered_and_its_gradient_scattered():
+    mesh = make_mesh(dp=DP, tp=TP, explicit=True)
+    dot = functools.partial(taco_jax.dot, axis="tp", compression="int8h")
+    with jax.set_mesh(mesh):
+        x, kernel = place(mesh, data(CASES["row"]), (P("dp"), P("tp", "dp")))
+        (_, y), both = jax.jit(gradients(dot))(x, kernel)
+    assert jax.typeof(both[1]).sharding.spec == P("tp", "dp")
+    check((y, both), unsharded("row"))
+
+
 def test_a_layer_finds_the_kind_in_its_types():
     mesh = make_mesh(dp=DP, tp=TP, explicit=True)
     dot = taco_jax.dot_general("tp", compression="int8h")
