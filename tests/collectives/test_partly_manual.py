@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import SiteScales
+from taco_jax import Compression, SiteScales
 from taco_jax.codec import as_codec
 from taco_jax.collectives import comm_log
 
@@ -166,6 +166,24 @@ def test_in_a_scan(wrap):
     assert 0 < relative(got, want) < 0.02
 
 
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression("int8h", algorithm="hierarchical", ranks_per_host=2),
+        Compression("int8h", algorithm="one_shot"),
+        Compression("int8h", chunks=3, exchange="ring"),
+        Compression("int8_token"),
+    ],
+    ids=["levels", "one_shot", "ring", "token"],
+)
+def test_every_way_of_sending(compression):
+    mesh = make_mesh(dp=DP, tp=TP)
+    x = x_of(mesh)
+    compiled = jax.jit(region(lambda x: taco_jax.psum(x, "tp", compression=compression), mesh, True)).lower(x).compile()
+    assert 0 < relative(compiled(x), np.asarray(x).sum(0)) < 0.02
+    assert {dtype for _, dtype, _ in hlo.collectives(compiled)} == {"uint8"}
+
+
 def test_a_batch():
     mesh = make_mesh(dp=DP, tp=TP)
     x = x_of(mesh)
@@ -219,7 +237,7 @@ def test_min_bytes_and_the_table_count_a_devices_own_piece():
     x = x_of(mesh)
     own = math.prod(x.shape[1:]) * 4 // DP
     for min_bytes, codec in ((own, "int8h"), (own + 1, "none")):
-        f = lambda x: taco_jax.psum(x, "tp", compression=taco_jax.Compression("int8h", min_bytes=min_bytes))  # noqa: B023
+        f = lambda x: taco_jax.psum(x, "tp", compression=Compression("int8h", min_bytes=min_bytes))  # noqa: B023
         with comm_log.record() as table:
             jax.jit(region(f, mesh, True)).lower(x)
         (row,) = table.rows()
