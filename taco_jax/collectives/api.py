@@ -10,13 +10,19 @@ Trees are mapped over; integer and bool arrays go through exactly. bfloat16, flo
 and shape. A codec with a scale for each token takes the last dim for one; a collective that cuts or joins that dim
 raises ValueError. Bytes sent by one rank: hops of `codec.wire_bytes`, see `taco_jax.collectives.comm_log`.
 
-Raises ValueError outside a full-manual jax.shard_map(check_vma=True), and for axis_index_groups; TypeError for other
-float dtypes, for keys that are none, and for options that are given one by one.
+In a region that is manual over some mesh axes only (axis_names={"tp"}) a message is cut over the rest, so that
+devices send their own pieces: as the type of x says on Explicit axes, along the first dim that can be cut on Auto axes.
+XLA moves an operand that lies otherwise there and back; `jax.shard_map` over all axes, or a second one over the rest
+around the call, says how it lies. `psum_with_feedback` and `start_psum` want all axes.
+
+Raises ValueError outside a jax.shard_map(check_vma=True) that is manual over the axis, and for axis_index_groups;
+TypeError for other float dtypes, for keys that are none, and for options that are given one by one.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +31,7 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.async_collective import AsyncCollective, without_derivative
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call
-from taco_jax.collectives.manual_region import AxisName, axis_tuple, permute, to_varying
+from taco_jax.collectives.manual_region import AxisName, Rest, axis_tuple, cut_over_rest, permute, to_varying
 from taco_jax.collectives.message import Label
 from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
 from taco_jax.compat import varying_axes
@@ -63,7 +69,7 @@ def psum(x, axis_name: AxisName, *, compression, axis_index_groups=None, scales=
             return _exact(site, "psum", axis_name, x, lambda: lax.psum(x, axis_name))
         return _call("psum", x, site, call)
 
-    call = check_call("psum", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
+    call = _checked("psum", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
@@ -83,7 +89,7 @@ def psum_scatter(x, axis_name: AxisName, *, compression, scatter_dimension=0, ax
         own = {"dims": (dim,), "tiled": tiled}
         return _call("psum_scatter", x, site, call, **own)
 
-    call = check_call("psum_scatter", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
+    call = _checked("psum_scatter", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
@@ -107,7 +113,7 @@ def all_gather(x, axis_name: AxisName, *, compression, axis_index_groups=None, a
 
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r}: must be 'varying' or 'invarying'")
-    call = check_call("all_gather", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
+    call = _checked("all_gather", axis_name, compression, scales=scales, key=key, groups=axis_index_groups)
     return _map(one, x, site)
 
 
@@ -127,7 +133,7 @@ def all_to_all(x, axis_name: AxisName, split_axis: int, concat_axis: int, *, com
         own = {"dims": dims, "tiled": tiled}
         return _call("all_to_all", x, site, call, **own)
 
-    call = check_call(
+    call = _checked(
         "all_to_all", axis_name, compression, scales=scales, key=key, groups=axis_index_groups, levels=False
     )
     return _map(one, x, site)
@@ -147,7 +153,7 @@ def ppermute(x, axis_name: AxisName, perm, *, compression, scales=None, key=None
             return _exact(site, "ppermute", axis_name, x, lambda: permute(x, axis_name, perm))
         return _call("ppermute", x, site, call, perm=perm)
 
-    call = check_call("ppermute", axis_name, compression, scales=scales, key=key, levels=False)
+    call = _checked("ppermute", axis_name, compression, scales=scales, key=key, levels=False)
     return _map(one, x, site)
 
 
@@ -163,7 +169,7 @@ def copy(x, axis_name: AxisName, *, compression, scales=None, key=None, site="co
             return to_varying(x, axis_name)
         return _call("copy", x, site, call)
 
-    call = check_call("copy", axis_name, compression, scales=scales, key=key)
+    call = _checked("copy", axis_name, compression, scales=scales, key=key)
     return _map(one, x, site)
 
 
@@ -192,6 +198,9 @@ def start_psum(
     return start_all_reduce(message, to_varying(x, axis_name), exponent, None)
 
 
+_checked = functools.partial(check_call, partly=True)
+
+
 def _map(one, tree, site):
     """one(x, site) of every leaf; in a tree each leaf has a site of its own: `site`/path."""
 
@@ -213,15 +222,30 @@ def _call(name, x, site, call: Call, **own):
             "value that is the same on every rank"
         )
     _check_tokens(name, x, call, own.get("dims", ()))
-    nbytes = x.nbytes * (lax.axis_size(axis) if name == "all_gather" else 1)
+    rest = _rest(name, x, call, own)
+    shape = x.shape if rest is None else rest.piece(x.shape)
+    nbytes = math.prod(shape) * x.dtype.itemsize * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, nbytes, sums=name in SUMS)
+        call.message(Label(site, direction, comm_log.current_calls(direction)), shape, nbytes, sums=name in SUMS)
         for direction in DIRECTIONS
     )
-    operation = Operation(name, forward, backward, **own)
+    operation = Operation(name, forward, backward, rest=rest, **own)
     if x.size == 0:
         return _nothing(operation, x)
     return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
+
+
+def _rest(name, x, call: Call, own) -> Rest | None:
+    """How the mesh axes over which the region is not manual cut x; None where there are none.
+
+    A token of a codec with a scale for each stays whole.
+    """
+    if x.size == 0 or call.compression.is_exact:
+        return None
+    dims = Operation(name, None, None, **own).result_dims(x.ndim)
+    if dims and any(codec.per_token for codec in call.compression.codecs):
+        dims[-1] = None
+    return cut_over_rest(name, x, dims)
 
 
 def _check_tokens(name, x, call: Call, dims: tuple[int, ...]) -> None:
@@ -235,7 +259,7 @@ def _check_tokens(name, x, call: Call, dims: tuple[int, ...]) -> None:
 
 
 def _nothing(operation, x):
-    """Returns the operation's result for an empty array, without a collective: some crash XLA on CPU (jax 0.11)."""
+    """Returns what the operation makes of an empty array, without a collective: XLA on CPU crashes in some (0.11)."""
     shape = jax.eval_shape(lambda x: apply(operation, x, None, None, None), x).shape
     invarying = operation.name == "psum" or operation.to == "invarying"
     varying = varying_axes(x).difference(axis_tuple(operation.forward.axis)) if invarying else varying_axes(x)

@@ -74,10 +74,11 @@ class Call:
         return "hierarchical", self.local, self.compression.between or codec
 
 
-def check_call(entry, axis, compression, *, scales=None, key=None, groups=None, levels=True) -> Call:
+def check_call(entry, axis, compression, *, scales=None, key=None, groups=None, levels=True, partly=False) -> Call:
     """The call of `entry`. Raises ValueError or TypeError for what it refuses, naming key and value.
 
-    levels: whether its messages can go in levels, inside hosts and between.
+    levels: whether its messages can go in levels, inside hosts and between. partly: whether they can go in a region
+      that is not manual over all mesh axes.
     """
     if groups is not None:
         raise ValueError(f"{entry}: axis_index_groups is not supported; use a mesh with one axis per group level")
@@ -88,7 +89,7 @@ def check_call(entry, axis, compression, *, scales=None, key=None, groups=None, 
         _check_scales(scales)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{entry}: {error}") from None
-    check_region(axis, entry)
+    check_region(axis, entry, partly=partly)
     levels = levels and compression.algorithm in ("auto", "hierarchical")
     local = _local(entry, axis, compression.ranks_per_host) if levels else 0
     used = SiteScales() if scales is None or compression.is_exact else scales

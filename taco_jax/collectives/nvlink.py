@@ -29,7 +29,7 @@ from pallas_kernels.formats import round_up
 from pallas_kernels.nvlink import hardware
 from taco_jax.collectives import all_reduce, comm_log
 from taco_jax.collectives.async_collective import AsyncCollective, Hopping
-from taco_jax.collectives.manual_region import axis_tuple, to_varying
+from taco_jax.collectives.manual_region import axis_tuple, mesh_of, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compat import as_varying, varying_axes
@@ -229,9 +229,9 @@ def _types(*args, in_order, else_):
 def order(module_context) -> list[int] | None:
     """The ids of the mesh's devices, row by row; None where nobody knows them yet: of a mesh without devices, and when
     the program is exported to run on others."""
-    mesh = getattr(module_context.axis_context, "mesh", None)
+    mesh = mesh_of(module_context)
     exported = getattr(module_context.lowering_parameters, "for_export", False)
-    return None if exported or not isinstance(mesh, jax.sharding.Mesh) else [d.id for d in mesh.devices.flat]
+    return None if exported or mesh is None else [d.id for d in mesh.devices.flat]
 
 
 def _lower(ctx, *args, in_order, else_):

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax.collectives import all_reduce, comm_log, gather_permute, hierarchical, nvlink
 from taco_jax.collectives.async_collective import AsyncCollective
-from taco_jax.collectives.manual_region import permute, to_varying
+from taco_jax.collectives.manual_region import Rest, over_rest, permute, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.compat import varying_axes
 
@@ -35,11 +35,16 @@ from taco_jax.compat import varying_axes
 # pass. The wire is not named: it would cost as much memory again.
 OUTPUT_NAME, AMAX_NAME = "tp_out", "tp_amax"
 REMAT_NAMES = (OUTPUT_NAME, AMAX_NAME)
+# Directions without a message.
+SILENT = (("psum", "backward"), ("copy", "forward"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """The static part of a collective. `dims` and `perm` are the operation's own arguments (see `_run`)."""
+    """The static part of a collective. `dims` and `perm` are the operation's own arguments (see `_run`).
+
+    rest: how the mesh axes over which the region is not manual cut x and y; None where there are none.
+    """
 
     name: str
     forward: Message
@@ -48,6 +53,18 @@ class Operation:
     tiled: bool = True
     to: str = "varying"
     perm: tuple[tuple[int, int], ...] = ()
+    rest: Rest | None = None
+
+    def result_dims(self, ndim: int) -> list[int | None]:
+        """The dim of y that each of x's `ndim` dims becomes, None for one that is cut or joined."""
+        if self.tiled:
+            return [None if d in self.dims else d for d in range(ndim)]
+        y = list(range(ndim))
+        if self.name in ("psum_scatter", "all_to_all"):
+            y.remove(self.dims[0])
+        if self.name in ("all_gather", "all_to_all"):
+            y.insert(self.dims[-1], None)
+        return [y.index(d) if d in y else None for d in range(ndim)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,7 +102,11 @@ apply.defvjp(_apply_fwd, _apply_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _send(operation: Operation, direction: str, x, exponents, key) -> tuple[jax.Array, Any]:
     """(result, measure or None) of one direction's message."""
-    return (_forward if direction == "forward" else _backward)(operation, x, exponents, key)
+    run = _forward if direction == "forward" else _backward
+    if operation.rest is None or (operation.name, direction) in SILENT:
+        return run(operation, x, exponents, key)
+    run = functools.partial(run, dataclasses.replace(operation, rest=None))
+    return over_rest(operation.rest, run, x, exponents, key, forward=direction == "forward")
 
 
 def _send_fwd(operation, direction, x, exponents, key):

@@ -3,8 +3,8 @@
     column: y[..., F] = f(x)[..., D] kernel[D, F] + bias[F]      backward: compressed all-reduce of dx
     row:    y[..., D] = g(x[..., F] kernel[F, D]) + bias[D]      forward: compressed all-reduce of y
 
-`apply` runs as it is, on local shards, inside a region that is manual over all mesh axes. Elsewhere it wraps itself in
-one such `jax.shard_map`, on global arrays: with fewer manual axes XLA would gather the batch over the others first.
+`apply` runs as it is, on local shards, inside a region that is manual over the axis. Elsewhere it wraps itself in one
+`jax.shard_map` over all mesh axes, on global arrays. `dot.py` runs products of other dims in the same way.
 
 Dim letters: D features, F features split over the axis.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from taco_jax.nn.dense_layout import activation_specs, typed
 from taco_jax.tensor_parallel import column_dense, row_dense
 
 KINDS = ("column", "row")
-NAME = "CompressedDense"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Dense:
     batch_axes: str | Iterable[str] | None = None
     sequence_dim: int | None = None
     site: str = ""
+
+    name: ClassVar[str] = "CompressedDense"
 
     def __post_init__(self):
         check_choice("kind", self.kind, KINDS)
@@ -82,7 +83,11 @@ class Dense:
 
     def check_features(self, in_features: int, out_features: int, mesh) -> None:
         """Raises ValueError unless the axis divides the features that it splits."""
-        name, value = ("out_features", out_features) if self.kind == "column" else ("in_features", in_features)
+        column = self.kind == "column"
+        self.check_split(*(("out_features", out_features) if column else ("in_features", in_features)), mesh)
+
+    def check_split(self, name: str, value: int, mesh) -> None:
+        """Raises ValueError unless the axis divides a size."""
         ranks = mesh.shape[self.axis]
         if value % ranks:
             multiples = [m for m in (value // ranks * ranks, (value // ranks + 1) * ranks) if m]
@@ -92,6 +97,26 @@ class Dense:
                 f"must be a multiple of {ranks}: try {_or(multiples)}, or an axis of {_or(divisors)} devices"
             )
 
+    def fits(self, x, kernel) -> bool:
+        """Returns whether x and the kernel, global arrays or one device's, agree in the sizes that are summed over."""
+        return x.ndim > 0 and x.shape[-1] == kernel.shape[0]
+
+    def specs(self, x, kernel, mesh) -> tuple[P, P, P]:
+        """Returns how global x, kernel and y lie on the mesh. Raises ValueError for sizes that it does not divide."""
+        if not self.fits(x, kernel):
+            raise ValueError(f"{self.name}: x has shape {x.shape}; its last dim must be in_features={kernel.shape[0]}")
+        self.check_features(*kernel.shape, mesh)
+        x_spec, y_spec = activation_specs(self, x, mesh)
+        return x_spec, P(*self.kernel_names), y_spec
+
+    def run(self, x, kernel, bias, scales: SiteScales) -> jax.Array:
+        """y of one device's shards, inside a region."""
+        run = column_dense if self.kind == "column" else row_dense
+        return run(
+            x, kernel, bias, axis=self.axis, compression=self.compression, scales=scales,
+            sequence_dim=self.sequence_dim, dtype=self.dtype, precision=self.precision, site=self.site,
+        )  # fmt: skip
+
 
 def known_mesh(dense: Dense):
     """The layer's mesh, or that of `jax.set_mesh`, or None."""
@@ -100,14 +125,14 @@ def known_mesh(dense: Dense):
         return None if context.empty else context
     if not context.empty and dict(context.shape) != dict(dense.mesh.shape):
         raise ValueError(
-            f"{NAME}: mesh has the axes {dict(dense.mesh.shape)}, that of jax.set_mesh {dict(context.shape)}; leave "
-            "mesh out, or make them the same"
+            f"{dense.name}: mesh has the axes {dict(dense.mesh.shape)}, that of jax.set_mesh {dict(context.shape)}; "
+            "leave mesh out, or make them the same"
         )
     return dense.mesh
 
 
 def can_place(mesh) -> bool:
-    """Returns whether Flax can shard a new parameter at once: not without a mesh, in a region or on mixed axes."""
+    """Returns whether Flax can shard a new parameter at once: not without a mesh, in a region, on mixed axis types."""
     return mesh is not None and len(set(mesh.axis_types)) == 1 and AxisType.Manual not in mesh.axis_types
 
 
@@ -134,8 +159,10 @@ def in_region() -> bool:
 def local_shape(dense: Dense, in_features: int, out_features: int, *, initializing: bool) -> tuple[int, int]:
     """The shape of the kernel's local shard inside a region, where in_features are those of a local x."""
     if initializing:
-        raise ValueError(f"{NAME}: sizes are global; initialise it outside jax.shard_map and pass the variables in")
-    check_region(dense.axis, NAME)
+        raise ValueError(
+            f"{dense.name}: sizes are global; initialise it outside jax.shard_map and pass the variables in"
+        )
+    check_region(dense.axis, dense.name, partly=True)
     return in_features, out_features // lax.axis_size(dense.axis) if dense.kind == "column" else out_features
 
 
@@ -151,23 +178,20 @@ def apply(dense: Dense, x, kernel, bias=None, scales: SiteScales | None = None, 
     """
     exponents, slot = scales or SiteScales()
     if in_region():
-        check_region(dense.axis, NAME)
+        check_region(dense.axis, dense.name, partly=True)
         _check_local(dense, x, kernel, sizes)
         return _local(dense, x, kernel, bias, exponents=exponents, slot=slot)
     mesh = known_mesh(dense)
     if mesh is None:
         raise ValueError(
-            f"{NAME} has no mesh: pass mesh=jax.make_mesh((2, 4), ('dp', {dense.axis!r}), "
+            f"{dense.name} has no mesh: pass mesh=jax.make_mesh((2, 4), ('dp', {dense.axis!r}), "
             "axis_types=(jax.sharding.AxisType.Auto,) * 2) to it, or call the model under `with "
             "jax.set_mesh(mesh):`, or inside jax.shard_map"
         )
     dense.check_mesh(mesh)
-    if x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
-        raise ValueError(f"{NAME}: x has shape {x.shape}; its last dim must be in_features={kernel.shape[0]}")
-    dense.check_features(*kernel.shape, mesh)
-    x_spec, y_spec = activation_specs(dense, x, mesh)
+    x_spec, kernel_spec, y_spec = dense.specs(x, kernel, mesh)
     arguments = (x, kernel, bias, exponents, slot)
-    specs = (x_spec, P(*dense.kernel_names), P(*dense.bias_names), P(), P())
+    specs = (x_spec, kernel_spec, P(*dense.bias_names), P(), P())
     specs = tuple(None if a is None else spec for a, spec in zip(arguments, specs, strict=True))
     arguments = [None if a is None else typed(a, mesh, spec) for a, spec in zip(arguments, specs, strict=True)]
     dense = _with_hosts(dense, mesh)
@@ -210,13 +234,10 @@ def _local(dense: Dense, x, kernel, bias, exponents, slot) -> jax.Array:
         y_is_whole = dense.kind == "row" and dense.sequence_dim is None
         bias = _share(dense, bias, axes - {dense.axis} if y_is_whole else axes)
     if slot is not None:
-        shared = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a not in varying_axes(slot))
+        mesh = jax.sharding.get_abstract_mesh()
+        shared = tuple(a for a in mesh.axis_names if a in mesh.manual_axes and a not in varying_axes(slot))
         slot = _per_device(shared, dense.site, slot) if shared else slot
-    run = column_dense if dense.kind == "column" else row_dense
-    return run(
-        x, kernel, bias, axis=dense.axis, compression=dense.compression, scales=SiteScales(exponents, slot),
-        sequence_dim=dense.sequence_dim, dtype=dense.dtype, precision=dense.precision, site=dense.site,
-    )  # fmt: skip
+    return dense.run(x, kernel, bias, SiteScales(exponents, slot))
 
 
 def _share(dense: Dense, parameter, axes: frozenset[str]):
@@ -247,13 +268,15 @@ _per_device.defvjp(_per_device_fwd, _per_device_bwd)
 
 
 def _check_local(dense: Dense, x, kernel, sizes) -> None:
-    inside = f"{NAME}(kind={dense.kind!r}) inside jax.shard_map"
-    ranks, kernel_dim = lax.axis_size(dense.axis), dense.kernel_names.index(dense.axis)
-    whole = sizes is not None and kernel.shape[kernel_dim] * ranks != sizes[kernel_dim]
+    inside = f"{dense.name}(kind={dense.kind!r}) inside jax.shard_map"
+    ranks, whole = lax.axis_size(dense.axis), False
+    if sizes is not None:
+        kernel_dim = dense.kernel_names.index(dense.axis)
+        whole = kernel.shape[kernel_dim] * ranks != sizes[kernel_dim]
     # Where nothing varies at all, Flax's nn.scan is only asking for shapes.
     if dense.kind == "row" and ranks > 1 and varying_axes(x):
         whole |= dense.axis not in varying_axes(x) | varying_axes(kernel)
-    if whole or x.shape[-1] != kernel.shape[0]:
+    if whole or not dense.fits(x, kernel):
         features = "its shard of the features" if dense.kind == "row" else "all features"
         raise ValueError(
             f"{inside}: x has shape {x.shape}, the kernel {jax.typeof(kernel)}. Each device must hold {features} in "

@@ -34,7 +34,7 @@ class CompressedDense(nnx.Module):
     pass sends: the all-reduce of y (Megatron's g). A column layer, an elementwise function and a row layer are an MLP.
 
     Under plain `jax.jit` it takes global arrays and brings its own `jax.shard_map` over all mesh axes. Inside a
-    shard_map of yours (manual over all axes, check_vma=True) it takes local shards: give its state
+    shard_map of yours (manual over the axis, check_vma=True) it takes local shards: give its state
     `in_specs=nnx.get_partition_spec(state)`.
 
     `taco_jax.update_scales` feeds the gradient of the `AmaxSlot` variables back into the `SiteScaleState` variables:
@@ -82,7 +82,7 @@ class CompressedDense(nnx.Module):
 
     Raises:
       ValueError: an unknown name (the message has the nearest), a size that the mesh does not divide (with sizes that
-        would work), no mesh, or a region that is manual over some axes only.
+        would work), no mesh, or a region that is not manual over the axis.
     """
 
     def __init__(

@@ -7,12 +7,15 @@
 | gather_from_sp | all-gather along the sequence | reduce-scatter | f with sequence parallelism |
 | scatter_to_sp | reduce-scatter along the sequence | all-gather | g with sequence parallelism |
 
-All work on local shards in a full-manual jax.shard_map(check_vma=True). compression=None is jax.lax exactly.
+All work on local shards in a jax.shard_map(check_vma=True) that is manual over the axis. compression=None is jax.lax
+exactly.
 
 Dim letters: D features, F features sharded over tp, K slot width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -82,50 +85,58 @@ def scatter_to_sp(
 
 
 def row_product(
-    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = ""
-) -> jax.Array:
+    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = "",
+    product: Callable | None = None,
+) -> jax.Array:  # fmt: skip
     """`reduce_from_tp(x @ kernel)`, x [..., F/tp], kernel [F/tp, D]; one kernel where `Compression.with_product` is and
-    it can be."""
+    it can be.
+
+    product: computes another product of x and kernel in the place of x @ kernel, in a kernel of its own.
+    """
     compression = as_compression(compression)
     options = {"compression": compression, "scales": scales, "site": site}
-    if compression is None or not compression.with_product:
-        return collectives.psum(jnp.matmul(x, kernel, precision=precision), axis, **options)
+    if compression is None or not compression.with_product or product is not None:
+        return collectives.psum(_product(x, kernel, precision, product), axis, **options)
     return matmul_psum.product_psum(x, kernel, axis, precision=precision, **options)
 
 
 def column_product(
-    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = ""
-) -> jax.Array:
+    x, kernel, axis: str, compression=None, scales: SiteScales | None = None, *, precision=None, site: str = "",
+    product: Callable | None = None,
+) -> jax.Array:  # fmt: skip
     """`copy_to_tp(x) @ kernel`, x [..., D], kernel [D, F/tp]; x's gradient, a product and its sum, in one kernel where
-    `Compression.with_product` is and it can be."""
+    `Compression.with_product` is and it can be. product: as of `row_product`."""
     compression = as_compression(compression)
     options = {"compression": compression, "scales": scales, "site": site}
-    if compression is None or not compression.with_product:
-        return jnp.matmul(collectives.copy(x, axis, **options), kernel, precision=precision)
+    if compression is None or not compression.with_product or product is not None:
+        return _product(collectives.copy(x, axis, **options), kernel, precision, product)
     return matmul_psum.copy_product(x, kernel, axis, precision=precision, **options)
 
 
 def column_dense(
-    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
-) -> jax.Array:
+    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None,
+    site="", product=None,
+) -> jax.Array:  # fmt: skip
     """y[..., F/tp] = f(x)[..., D] kernel[D, F/tp] + bias[F/tp]: the output features are sharded.
 
     Args:
       x: [..., D], the same on every rank of `axis` (sequence_dim: sharded along that dim, gathered here).
       kernel, bias: this rank's shards. dtype: of the computation, by default the promoted dtype of x and kernel.
+      product: as of `row_product`.
     """
     x, kernel, bias = _promote(x, kernel, bias, dtype)
     if sequence_dim is None:
-        y = column_product(x, kernel, axis, compression, scales, precision=precision, site=site)
+        y = column_product(x, kernel, axis, compression, scales, precision=precision, site=site, product=product)
     else:
         x = gather_from_sp(x, axis, compression, scales, dim=sequence_dim % x.ndim, site=site)
-        y = jnp.matmul(x, kernel, precision=precision)
+        y = _product(x, kernel, precision, product)
     return y if bias is None else y + bias
 
 
 def row_dense(
-    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None, site=""
-) -> jax.Array:
+    x, kernel, bias=None, *, axis, compression=None, scales=None, sequence_dim=None, dtype=None, precision=None,
+    site="", product=None,
+) -> jax.Array:  # fmt: skip
     """y[..., D] = g(x[..., F/tp] kernel[F/tp, D]) + bias[D]: the input features are sharded.
 
     The bias is added once, after the sum.
@@ -133,14 +144,19 @@ def row_dense(
     Args:
       x: [..., F/tp], this rank's features. kernel: this rank's rows; bias: the whole bias, the same on every rank.
       sequence_dim: the sum is scattered along that dim instead of being the same on every rank.
+      product: as of `row_product`.
     """
     x, kernel, bias = _promote(x, kernel, bias, dtype)
     if sequence_dim is None:
-        y = row_product(x, kernel, axis, compression, scales, precision=precision, site=site)
+        y = row_product(x, kernel, axis, compression, scales, precision=precision, site=site, product=product)
     else:
-        y = jnp.matmul(x, kernel, precision=precision)
+        y = _product(x, kernel, precision, product)
         y = scatter_to_sp(y, axis, compression, scales, dim=sequence_dim % y.ndim, site=site)
     return y if bias is None else y + bias
+
+
+def _product(x, kernel, precision, product: Callable | None) -> jax.Array:
+    return jnp.matmul(x, kernel, precision=precision) if product is None else product(x, kernel)
 
 
 def _promote(x, kernel, bias, dtype):

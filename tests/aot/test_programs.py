@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import spelled_out
 from aot.instructions import collectives, copies, counters, kernels, slices_of_kernels
-from aot.topology import compile_on_four, compile_on_one
+from aot.topology import compile_on_four, compile_on_one, compile_partly
 from jax import lax
 from mosaic_programs import PRESETS
 from rank_programs import gradient_of_sum
@@ -43,6 +43,23 @@ def test_psum_is_three_kernels_and_two_collectives(name, dtype):
     wires = 4 * CODECS[name].wire_bytes(S // 4)
     assert collectives(compiled) == [("all-gather", "u8", wires), ("all-to-all", "u8", wires)]
     assert copies(compiled, LARGE) == []
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_region_that_is_manual_over_tp_only_has_the_kernels_of_one_piece(tp):
+    compiled = compile_partly(psum, shape(2, tp * S), dp=2, tp=tp)
+    assert kernels(compiled) == (2 if tp == 2 else 3)
+    wires = CODECS["taco"].wire_bytes(S) * 2 if tp == 2 else 4 * CODECS["taco"].wire_bytes(S // 4)
+    ops = ("all-gather",) if tp == 2 else ("all-gather", "all-to-all")
+    assert collectives(compiled) == [(op, "u8", wires) for op in ops]
+
+
+@pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="kernels over NVLink need jax 0.11")
+def test_a_region_that_is_manual_over_tp_only_has_the_kernel_over_nvlink():
+    compression = taco_jax.Compression("int8h", link="nvlink", min_bytes=0)
+    f = lambda x: lax.pcast(taco_jax.psum(x, "tp", compression=compression), "tp", to="varying")
+    compiled = compile_partly(f, shape(2, 2 * S), dp=2, tp=2)
+    assert kernels(compiled) == 1 and collectives(compiled) == []
 
 
 @pytest.mark.parametrize("codec,between", [("taco", None), ("int8h", "int4h")])

@@ -62,6 +62,16 @@ def compile_on_mesh(f, *shapes, **axes: int):
     return _compile(jax.shard_map(own, mesh=mesh, in_specs=P(names), out_specs=P(names)), args)
 
 
+def compile_partly(f, shape, **axes: int):
+    """f of an array in a region that is manual over the last axis only, whose rows are split over the others."""
+    count, names = math.prod(axes.values()), tuple(axes)
+    grid = np.array(devices(count)).reshape(tuple(axes.values()))
+    mesh = jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    args = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, P(names[:-1], names[-1])))]
+    spec = P(None, names[-1])
+    return _compile(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={names[-1]}), args)
+
+
 def _compile(f, args):
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compile()
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from taco_jax.collectives.manual_region import Rest, over_rest
 from taco_jax.collectives.nvlink import by_mesh
 from taco_jax.compat import varying_axes
 
@@ -89,6 +90,18 @@ def test_a_mesh_without_devices_knows_no_order():
     abstract = jax.sharding.AbstractMesh((4,), ("tp",), axis_types=(AxisType.Auto,))
     f = jax.jit(jax.shard_map(lambda x: sums(x)[1][None], mesh=abstract, in_specs=P("tp"), out_specs=P("tp")))
     np.testing.assert_array_equal(f(jax.device_put(jnp.arange(4.0), sharding())), np.full(4, 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:link='auto'")
+@pytest.mark.parametrize("order", ["as they are", "backwards"])
+def test_a_region_in_a_region_knows_the_order_of_the_outer_one(order):
+    grid = np.array(jax.devices())[ORDERS[order]].reshape(2, 2)
+    both = jax.sharding.Mesh(grid, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    rest = Rest(("dp",), P("dp"), P("dp"))
+    which = lambda x, exponents, key: (0 * x + sums(x)[1], None)
+    f = lambda x: over_rest(rest, which, x, None, None, forward=True)[0]
+    run = jax.jit(jax.shard_map(f, mesh=both, in_specs=P("tp"), out_specs=P("tp"), axis_names={"tp"}))
+    np.testing.assert_array_equal(run(jnp.arange(8.0)), np.full(8, 1.0 if order == "as they are" else 2.0))
 
 
 def test_a_batch_takes_the_other():

@@ -50,8 +50,9 @@ def test_the_wrong_kind_of_region_raises(name, codec):
 
     with pytest.raises(ValueError, match=f"{name}: the region was made with check_vma=False"):
         run(check_vma=False)
-    with pytest.raises(ValueError, match=rf"{name}: the region is manual over \['tp'\] but not over \['dp'\]"):
-        run(axis_names={"tp"})
+    if name == "psum_with_feedback":  # what the others do there is in test_partly_manual.py
+        with pytest.raises(ValueError, match=rf"{name}: the region is manual over \['tp'\] but not over \['dp'\]"):
+            run(axis_names={"tp"})
     with pytest.raises(ValueError, match=f"{name}: axis 'tp' is not a manual mesh axis here"):
         ENTRIES[name](x, codec=codec)
 

@@ -36,6 +36,22 @@ MUTANTS = (
         ("tests/nn/test_layer_scales.py -k site_scales",),
     ),
     Mutant(
+        "dot-kind",
+        "a dot_general whose operands both vary over the axis is taken for a column-parallel one",
+        "taco_jax/nn/dot.py",
+        'return "row" if self.axis in varying_axes(x) else "column"',
+        'return "column"',
+        ("tests/nn/test_dot.py -k scan_and_remat",),
+    ),
+    Mutant(
+        "dot-kernel-dim",
+        "a product splits the first dim that its kind allows, whatever kernel_dim says",
+        "taco_jax/nn/dot.py",
+        "        if self.kernel_dim is None:\n",
+        "        if True:\n",
+        ("tests/nn/test_dot.py -k 'bad_input or kernel_dim'",),
+    ),
+    Mutant(
         "rope-frequencies",
         "rotary frequencies fall half as fast",
         "taco_jax/models/blocks.py",

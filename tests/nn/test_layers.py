@@ -293,13 +293,35 @@ def test_regions_where_gradients_would_be_wrong(twin):
     )
     with pytest.raises(ValueError, match="check_vma=False"):
         run(specs, check_vma=False)(variables, x_BLD)
-    only = lambda axis: jax.tree.map(lambda spec: P(*(a if a == axis else None for a in spec)), specs)
-    with pytest.raises(ValueError, match=r"manual over \['tp'\] but not over \['dp'\]"):
-        partly = jax.shard_map(apply, mesh=mesh, in_specs=(only("tp"), P()), out_specs=P(), axis_names={"tp"})
-        jax.jit(partly)(variables, x_BLD)
     with pytest.raises(ValueError, match="axis 'tp' is not a manual mesh axis here"):
         partly = jax.shard_map(apply, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("dp"), axis_names={"dp"})
         jax.jit(partly)(variables, x_BLD)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_region_that_is_manual_over_tp_only(twin):
+    mesh = make_mesh(dp=2, tp=4)
+    x_BLD, y_BLD = (jax.device_put(a, NamedSharding(mesh, P("dp"))) for a in data())
+    variables, specs, apply = build(twin, compression="taco")
+
+    def gradients(v, x, y):
+        rest = {k: leaf for k, leaf in v.items() if k != "scales"}
+        fixed = {k: leaf for k, leaf in v.items() if k == "scales"}
+        loss = lambda rest, x: jnp.sum((apply(rest | fixed, x) - y) ** 2) / y_BLD.size
+        return jax.grad(loss, argnums=(0, 1))(rest, x)
+
+    out = {k: spec for k, spec in specs.items() if k != "scales"}, P()
+    run = jax.jit(
+        jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P(), P()), out_specs=out, axis_names={"tp"})
+    )  # fmt: skip
+    gradients, gradient_x = run(variables, x_BLD, y_BLD)
+    wanted, wanted_x = unsharded_gradients(twin)
+    check_gradients((gradients["params"], gradient_x), (wanted["params"], wanted_x), "taco")
+    assert all((np.asarray(slot) != 0).any() for slot in jax.tree.leaves(gradients["slots"]))
+    sent = {
+        dtype for opcode, dtype, n, _ in collectives(run.lower(variables, x_BLD, y_BLD).compile()) if "all-to" in opcode
+    }
+    assert sent == {"u8"}
 
 
 def test_global_parameters_or_split_inputs_inside_a_region():
