@@ -130,7 +130,7 @@ class Dot(dense.Dense):
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """What `taco_jax.dot_general` returns: a function like `jax.lax.dot_general`. Hashable, equal where its options
+    """The result of `taco_jax.dot_general`: a function like `jax.lax.dot_general`. Hashable, equal where its options
     are, so that modules that hold it are."""
 
     axis: str
