@@ -15,13 +15,15 @@ __version__ = "0.1.0"
 __all__ = [
     "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
     "SiteScales",
-    "all_gather", "all_to_all", "copy", "ppermute", "psum", "psum_scatter", "psum_with_feedback",
+    "all_gather", "all_to_all", "compressed", "copy", "install", "ppermute", "psum", "psum_scatter", "psum_with_feedback",
     "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.
 _LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScale"), "taco_jax.nn.nnx") | {
-    "Generator": "taco_jax.inference.generator"
+    "Generator": "taco_jax.inference.generator",
+    "compressed": "taco_jax.dropin",
+    "install": "taco_jax.dropin",
 }
 _MODULES = ("linen", "tensor_parallel")
 

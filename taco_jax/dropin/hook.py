@@ -1,0 +1,184 @@
+"""`compressed` and `install`: a plan in force for a block of a program, or for the rest of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+
+import taco_jax
+from taco_jax.dropin import compat
+from taco_jax.dropin.plan import DropInPlan, parse_plan
+from taco_jax.dropin.replacement import record
+from taco_jax.dropin.report import Report
+from taco_jax.dropin.rewrite import rewrite
+
+OPCODES = (b"all-reduce", b"reduce-scatter", b"all-gather", b"all-to-all", b"collective-permute")
+
+
+class _Hooks:
+    """The plans in force, and the one callback that serves them all."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._in_threads: dict[int, list[DropInPlan]] = {}
+        self._everywhere: list[DropInPlan] = []
+        self._reports: dict[DropInPlan, Report] = {}
+        self._used = 0
+        self._registered = False
+        self._open = contextlib.ExitStack()
+
+    def report(self, plan: DropInPlan) -> Report:
+        """The report of a plan, one for all equal ones: their programs are the same, and are compiled once."""
+        with self._lock:
+            return self._reports.setdefault(plan, Report(plan))
+
+    def plan(self, thread: int) -> DropInPlan | None:
+        """The plan that is in force in a thread."""
+        own = self._in_threads.get(thread)
+        plans = own or self._everywhere
+        return plans[-1] if plans else None
+
+    def start(self, *, now: bool) -> None:
+        """Counts a user. now: registers the callback, which may start the backends; else before the first program."""
+        compat.transformations()
+        with self._lock:
+            self._used += 1
+            if self._used == 1:
+                self._open.enter_context(compat.listening(self._register, self._on_cache_hit))
+                self._open.enter_context(compat.in_cache_key(self._cache_key))
+        if now:
+            self._register()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._used -= 1
+            if self._used == 0:
+                self._open.close()
+                if self._registered:
+                    compat.unregister()
+                    self._registered = False
+
+    def _register(self) -> None:
+        with self._lock:
+            if self._registered or not self._used:
+                return
+            self._registered = True
+        compat.register(self._callback)
+
+    def _on_cache_hit(self) -> None:
+        plan = self.plan(threading.get_ident())
+        if plan is not None:
+            self.report(plan).add_cached()
+
+    def _cache_key(self) -> str:
+        plan = self.plan(threading.get_ident())
+        return "" if plan is None else f"taco_jax {taco_jax.__version__} {plan!r}"
+
+    def _callback(self, serialized: bytes) -> bytes | None:
+        name = _module_name(serialized)
+        record(name, serialized)
+        if not any(opcode in serialized for opcode in OPCODES):
+            return None
+        plans = {self.plan(thread) for thread in compat.compiling_threads(name)} or {self.plan(threading.get_ident())}
+        if len(plans) > 1:
+            raise RuntimeError(
+                f"{name}: two threads compile programs of this name at once, under different plans; "
+                "taco_jax.install a plan for all threads, or give the functions different names"
+            )
+        (plan,) = plans
+        return None if plan is None else rewrite(serialized, plan, self.report(plan))
+
+
+def _module_name(serialized: bytes) -> str:
+    """A serialized module's name, its first field."""
+    from taco_jax.dropin.hlo_proto import NameProto
+
+    return NameProto.FromString(serialized).name
+
+
+_hooks = _Hooks()
+
+
+@contextlib.contextmanager
+def compressed(
+    plan: Mapping, *, min_bytes: int | None = None, require: float | Mapping[str, float] | None = None
+) -> Iterator[Report]:
+    """Compresses the collectives of every program that this thread compiles inside the block.
+
+        with taco_jax.compressed({"tensor": "int8h", "fsdp": {"reduce_scatter": "int8h"}}) as report:
+            state, metrics = train_step(state, batch)  # anybody's jitted step
+        print(report)
+
+    A function that was jitted before is compiled anew inside, and is the old program outside. Blocks of equal plans
+    share their programs and their report.
+
+    Args:
+      plan: {axis: codec or Compression}, or {axis: {operation or pattern of op_name: codec}}. An axis "fsdp+tensor" is
+        of collectives over both at once. Operations: all_reduce, reduce_scatter, all_gather, all_to_all,
+        collective_permute, or jax.lax's names. Patterns are shell-style (`fnmatch`), such as "*layers/mlp*".
+        What gathers the program's own arguments (weights) is exact unless its operation is named.
+      min_bytes: smaller collectives stay exact. None: as tuned for codec, ranks and link; 0 on the emulator.
+      require: the least share of the bytes that the plan names, of every axis or of each by name, that is compressed.
+
+    Raises:
+      ValueError, TypeError: a plan that cannot be, in one line.
+      DropInError: at the end of the block, where nothing was compressed, an axis is of no mesh, a line of the plan
+        matches nothing, or less than `require` is compressed. In one line.
+      MissingHookError: this jax cannot hand programs over. In one line.
+    """
+    parsed = parse_plan(plan, min_bytes)
+    report = _hooks.report(parsed)
+    thread = threading.get_ident()
+    _hooks.start(now=True)
+    plans = _hooks._in_threads.setdefault(thread, [])
+    plans.append(parsed)
+    try:
+        with compat.context()(parsed):
+            yield report
+    finally:
+        plans.pop()
+        if not plans:
+            _hooks._in_threads.pop(thread, None)
+        _hooks.stop()
+    report.check(require)
+
+
+class Installed:
+    """A plan in force in all threads, until `remove`.
+
+    Attributes:
+      report: as of `compressed`.
+    """
+
+    def __init__(self, plan: DropInPlan, require):
+        self.report = _hooks.report(plan)
+        self._plan, self._require, self._active = plan, require, True
+
+    def check(self) -> None:
+        """Raises DropInError as `compressed` does at its end."""
+        self.report.check(self._require)
+
+    def remove(self) -> None:
+        """Ends it: what runs from now on is the exact program. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        _hooks._everywhere.remove(self._plan)
+        compat.context().set_global(_hooks._everywhere[-1] if _hooks._everywhere else None)
+        _hooks.stop()
+
+
+def install(
+    plan: Mapping, *, min_bytes: int | None = None, require: float | Mapping[str, float] | None = None
+) -> Installed:
+    """Compresses the collectives of every program that is compiled from now on, in all threads.
+
+    It starts no backend, so it may come before `jax.distributed.initialize`. Arguments and errors are those of
+    `compressed`; what that raises at its end, `Installed.check` raises.
+    """
+    parsed = parse_plan(plan, min_bytes)
+    _hooks.start(now=False)
+    _hooks._everywhere.append(parsed)
+    compat.context().set_global(parsed)
+    return Installed(parsed, require)

@@ -1,0 +1,324 @@
+"""Replaces a module's collectives by compressed ones, as the plan says. Returns what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from taco_jax.compression import tuned
+from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin.collective_forms import Collective
+from taco_jax.dropin.hlo_module import Module
+from taco_jax.dropin.hlo_proto import FLOATS, dtype_name, nbytes
+from taco_jax.dropin.mesh_axes import Place, groups_of, live_meshes, of_devices, places
+from taco_jax.dropin.plan import DropInPlan, Rule, directed
+from taco_jax.dropin.replacement import Replacement, Request, find, inline
+from taco_jax.dropin.report import Report, Site
+
+# What one device sends of n bytes among p ranks, exactly; of a gather, n of the result.
+SENT = {
+    "all_reduce": lambda n, p: 2 * n * (p - 1) / p,
+    "reduce_scatter": lambda n, p: n * (p - 1) / p,
+    "all_gather": lambda n, p: n * (p - 1) / p,
+    "all_to_all": lambda n, p: n * (p - 1) / p,
+    "collective_permute": lambda n, p: float(n),
+}
+
+
+def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None:
+    """The module with its collectives compressed, None where none is. Lists all of them in the report."""
+    module = Module(serialized)
+    assignment = module.proto.device_assignment
+    devices = [i for replica in assignment.devices for i in replica.ids[:1]]
+    if len(devices) < 2:
+        return None
+    made = live_meshes()
+    meshes = of_devices(made, devices)
+    if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
+        module = Module(module.serialize())
+    found = collective_forms.collectives(module, len(devices), meshes)
+    if not found:
+        return None
+    editor = _Editor(module, plan)
+    choices = [(c, editor.choose(c)) for c in found]
+    runs = [module.runs(c.computation) for c in found]
+    for (collective, chosen), times in zip(choices, runs):
+        editor.apply(collective, chosen, times)
+    names = {name for mesh in made for name in mesh.axis_names}
+    report.add(module.name, editor.sites, editor.rules, names)
+    return module.serialize() if any(site.compressed for site in editor.sites) else None
+
+
+def _merges(collective: Collective, plan: DropInPlan) -> bool:
+    """Whether sums of an all-reduce's results are to be sums of its operands: where the plan compresses them."""
+    if collective.why_exact:
+        return False
+    rule, _ = _rule(collective, plan, "all_reduce")
+    return rule is not None and rule.compression is not None
+
+
+def _rule(collective: Collective, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
+    """The plan's rule for a collective, and which of its places it is for."""
+    for n, place in enumerate(collective.places):
+        wide = {a for a, size in zip(place.mesh.axis_names, place.mesh.devices.shape) if size > 1}
+        for rule in plan.rules:
+            of_rule = frozenset(rule.axes) & wide
+            if of_rule == frozenset(place.axes) and rule.matches(operation, collective.op_name):
+                return rule, n
+    return None, 0
+
+
+class _Choice:
+    """What becomes of one part of a collective."""
+
+    def __init__(self, operation: str, **fields):
+        self.operation = operation
+        self.own_slice = self.replacement = self.rule = None
+        self.place: Place | None = None
+        self.reason = ""
+        self.__dict__.update(fields)
+
+
+class _Editor:
+    """The changes of one module. First every collective is looked at as it came, then all are changed."""
+
+    def __init__(self, module: Module, plan: DropInPlan):
+        self.module, self.plan = module, plan
+        self.sites: list[Site] = []
+        self.rules: set[Rule] = set()
+
+    def choose(self, collective: Collective) -> list[_Choice]:
+        return [self._choose(collective, part) for part in collective.parts]
+
+    def _choose(self, collective: Collective, part) -> _Choice:
+        operation, own = collective.operation, None
+        if operation == "all_reduce" and not collective.why_exact and len(part.values) == 1:
+            own = self._own_slice(collective, part)
+            operation = "reduce_scatter" if own else operation
+        choice = _Choice(operation)
+        if collective.places:
+            choice.place = collective.places[0]
+        rule, n = _rule(collective, self.plan, operation)
+        if rule is not None:
+            choice.rule, choice.place = rule, collective.places[n]
+            self.rules.add(rule)
+        choice.reason = collective.why_exact or self._why_unnamed(collective, choice)
+        if choice.reason:
+            return choice
+        choice.own_slice = own
+        choice.reason = self._fit(collective, part, choice, n)
+        return choice
+
+    def _own_slice(self, collective: Collective, part):
+        """The slice of a sum over ranks in the order of an axis."""
+        for place in collective.places:
+            ordered = places(collective.groups, [place.mesh], ordered=True)
+            if any(p.axes == place.axes for p in ordered):
+                return sum_and_slice.find(self.module, collective.computation, part.values[0], collective.groups)
+        return None
+
+    def _why_unnamed(self, collective: Collective, choice: _Choice) -> str:
+        if choice.rule is not None:
+            return "" if choice.rule.compression is not None else "the plan says so"
+        if not collective.places:
+            return "its groups are no axes of the program's meshes"
+        axes = choice.place.axes
+        if len(axes) > 1 and any(set(rule.axes) & set(axes) for rule in self.plan.rules):
+            return f"it goes over {' and '.join(axes)} at once; the plan would name them together, {'+'.join(axes)!r}"
+        return "the plan does not name it"
+
+    def _fit(self, collective: Collective, part, choice: _Choice, n: int) -> str:
+        """Finds the replacement of one part. Returns why there is none, else ""."""
+        computation, operation = collective.computation, choice.operation
+        operands = [computation.instructions[i] for i in part.operands]
+        shape = operands[0].shape
+        if dtype_name(shape) not in FLOATS.values():
+            return f"its values are {dtype_name(shape) or 'no numbers'}"
+        if not shape.dimensions:
+            return "a scalar"
+        if any(shape.is_dynamic_dimension):
+            return "its shape is dynamic"
+        if not part.values:
+            return "nothing reads it"
+        if operation == "all_gather" and choice.rule.operation is None and choice.rule.pattern is None:
+            if dataflow.is_argument(self.module, computation, part.operands[0]):
+                return "it gathers an argument of the program (weights), which a plan names by operation: all_gather"
+        compression = directed(choice.rule.compression, collective.direction)
+        codec = compression.codecs[0]
+        if codec.exact:
+            return "the plan says so"
+        order = _order(shape)
+        if any(_order(s) != order for s in _arrays(part.shape)):
+            return "its layout changes on the way"
+        ranks = _ranks(choice.place)
+        size = _size(collective, part)
+        least = self._least(choice.rule, codec.name, ranks, choice.place)
+        if size < least:
+            return f"{size:,} bytes, below min_bytes={least:,}"
+        dimension = choice.own_slice.dimension if choice.own_slice else collective.dimension
+        request = Request(
+            operation, choice.place, dtype_name(shape),
+            tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression,
+            order.index(dimension) if operation in ("reduce_scatter", "all_gather", "all_to_all") else 0,
+            collective.perms[n] if collective.perms else (),
+        )  # fmt: skip
+        if codec.per_token and request.dimension == len(order) - 1 and operation in ("reduce_scatter", "all_gather", "all_to_all"):
+            return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"
+        found = find(request)
+        if found.codec == "none" or found.sent >= SENT[operation](size, ranks):
+            return f"{size:,} bytes, of which {codec.name} would send no fewer"
+        choice.replacement = found
+        return ""
+
+    def _least(self, rule: Rule, codec: str, ranks: int, place: Place) -> int:
+        """The size from which it pays, as collectives decide it."""
+        for least in (rule.compression.min_bytes, self.plan.min_bytes):
+            if least is not None:
+                return least
+        device = place.mesh.devices.flat[0]
+        return tuned.default_min_bytes(codec, ranks, device, link=rule.compression.link)
+
+    def apply(self, collective: Collective, choices: Sequence[_Choice], runs: int) -> None:
+        """Puts the replacements in and lists the sites."""
+        for part, choice in zip(collective.parts, choices):
+            self.sites.append(self._site(collective, part, choice, runs))
+        if not any(choice.replacement for choice in choices):
+            return
+        old, computation = collective.instruction, collective.computation
+        results = [
+            self._put(collective, part, choice) if choice.replacement else None
+            for part, choice in zip(collective.parts, choices)
+        ]
+        if len(collective.parts) == 1:
+            ((part,), (choice,), (result,)) = collective.parts, choices, results
+            if choice.own_slice:
+                sum_and_slice.put(computation, choice.own_slice, old.id, result)
+                computation.delete(old)
+            else:
+                computation.take_over(old, result)
+            return
+        self._keep_rest(collective, [n for n, result in enumerate(results) if result is None])
+        for part, choice, result in zip(collective.parts, choices, results):
+            if result is None:
+                continue
+            first, *others = (computation.instructions[i] for i in part.values)
+            if choice.own_slice:
+                sum_and_slice.put(computation, choice.own_slice, first.id, result)
+                computation.delete(first)
+                continue
+            computation.take_over(first, result)
+            for other in others:
+                self._read_instead(computation, other, first_id=part.values[0])
+        computation.delete(old)
+
+    def _keep_rest(self, collective: Collective, exact: list[int]) -> None:
+        """Sends those parts that stay exact in one collective, as before."""
+        if not exact:
+            return
+        old, computation = collective.instruction, collective.computation
+        rest = computation.add(old, old)
+        rest.name = self.module.fresh_name(old.name)
+        rest.operand_ids[:] = [collective.parts[n].operands[0] for n in exact]
+        shapes = [type(old.shape).FromString(old.shape.tuple_shapes[n].SerializeToString()) for n in exact]
+        if len(exact) == 1:
+            rest.shape.CopyFrom(shapes[0])
+            (part,) = (collective.parts[n] for n in exact)
+            for n, id in enumerate(part.values):
+                value = computation.instructions[id]
+                if n == 0:
+                    computation.take_over(value, rest)
+                else:
+                    self._read_instead(computation, value, first_id=part.values[0])
+            return
+        del rest.shape.tuple_shapes[:]
+        rest.shape.tuple_shapes.extend(shapes)
+        for place, n in enumerate(exact):
+            for id in collective.parts[n].values:
+                value = computation.instructions[id]
+                value.operand_ids[:], value.tuple_index = [rest.id], place
+
+    def _read_instead(self, computation, value, first_id: int) -> None:
+        """Lets the readers of `value` read the instruction `first_id`."""
+        computation.replace_uses(value.id, first_id)
+        computation.delete(value)
+
+    def _put(self, collective: Collective, part, choice: _Choice):
+        """Copies the replacement in front of the collective. Returns the instruction that is the part's result."""
+        computation, old = collective.computation, collective.instruction
+        operands = []
+        for id in part.operands:
+            shape = computation.instructions[id].shape
+            operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
+        label = f"taco_jax.{choice.operation}[{choice.replacement.codec}]"
+        results = inline(choice.replacement, computation, old, operands, label)
+        shapes = _arrays(part.shape)
+        if choice.own_slice:
+            shapes = [self._sliced(part.shape, choice.own_slice)]
+        results = [r if _is_plain(s) else _bitcast(computation, old, s, r.id) for r, s in zip(results, shapes)]
+        if part.shape.tuple_shapes:
+            (result,) = [computation.make(old, "tuple", part.shape, [r.id for r in results], like=old)]
+        else:
+            (result,) = results
+        result.control_predecessor_ids.extend(old.control_predecessor_ids)
+        return result
+
+    def _sliced(self, shape, own):
+        """The shape of each device's part, in the sum's own dtype."""
+        cut = type(shape)()
+        cut.CopyFrom(shape)
+        cut.dimensions[:] = own.computation.instructions[own.slice_id].shape.dimensions
+        return cut
+
+    def _site(self, collective: Collective, part, choice: _Choice, runs: int) -> Site:
+        shape = collective.computation.instructions[part.operands[0]].shape
+        size = _size(collective, part)
+        ranks = len(collective.groups[0]) if collective.groups else 2
+        before = SENT[choice.operation](size, ranks)
+        found: Replacement | None = choice.replacement
+        return Site(
+            self.module.name, collective.op_name, choice.operation, choice.place.axes if choice.place else (),
+            collective.direction, dtype_name(shape), tuple(shape.dimensions), runs, before,
+            found.sent if found else before, found.codec if found else "none", choice.reason,
+            choice.rule is not None and choice.rule.compression is not None,
+        )  # fmt: skip
+
+
+def _ranks(place: Place) -> int:
+    sizes = dict(zip(place.mesh.axis_names, place.mesh.devices.shape))
+    ranks = 1
+    for axis in place.axes:
+        ranks *= sizes[axis]
+    return ranks
+
+
+def _size(collective: Collective, part) -> int:
+    """Bytes of the message as `min_bytes` counts them: of a gather, of its result."""
+    if collective.operation == "all_gather":
+        return nbytes(part.shape) if not collective.instruction.opcode.endswith("-start") else 0
+    return sum(nbytes(collective.computation.instructions[i].shape) for i in part.operands)
+
+
+def _arrays(shape) -> list:
+    return list(shape.tuple_shapes) or [shape]
+
+
+def _order(shape) -> tuple[int, ...]:
+    """Dims from the outermost in memory to the innermost."""
+    minor = list(shape.layout.minor_to_major)
+    return tuple(reversed(minor)) if minor else tuple(range(len(shape.dimensions)))
+
+
+def _is_plain(shape) -> bool:
+    return _order(shape) == tuple(range(len(shape.dimensions)))
+
+
+def _plain(shape):
+    """The shape of the same memory with its dims in their order in memory."""
+    plain = type(shape)()
+    plain.CopyFrom(shape)
+    plain.dimensions[:] = [shape.dimensions[d] for d in _order(shape)]
+    plain.layout.minor_to_major[:] = reversed(range(len(shape.dimensions)))
+    return plain
+
+
+def _bitcast(computation, before, shape, operand: int):
+    return computation.make(before, "bitcast", shape, [operand], like=before)
