@@ -12,6 +12,8 @@ import jax
 
 NAME = "taco_jax"
 FIRST = "0.10.2"  # the first jax with transformations of modules
+# XLA of jax 0.10 forgets which arguments are donated when a module is transformed.
+KEEPS_DONATION = jax.__version_info__ >= (0, 11)
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # jax.monitoring's name of the event before compiling
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -122,3 +124,12 @@ def _compiles(frame) -> str | None:
             return frame.f_locals.get("module_name", "")
         frame = frame.f_back
     return None
+
+
+def loaded_modules() -> Iterator[bytes]:
+    """The modules of all programs that this process has loaded, serialized."""
+    clients = {id(device.client): device.client for device in jax.local_devices()}
+    for client in clients.values():
+        for executable in client.live_executables():
+            for module in executable.hlo_modules():
+                yield module.as_serialized_hlo_module_proto()

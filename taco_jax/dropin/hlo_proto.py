@@ -15,8 +15,7 @@ PACKAGE = "taco_jax.hlo"
 FIELDS = {
     "Module": {
         "name": (1, "string"), "computations": (3, "*Computation"), "entry_computation_id": (6, "int64"),
-        "schedule": (7, "bytes"), "device_assignment": (15, "DeviceAssignment"),
-        "frontend_attributes": (19, "FrontendAttributes"),
+        "input_output_alias": (8, "bytes"), "device_assignment": (15, "DeviceAssignment"), "buffer_donor": (18, "bytes"),
     },
     "Name": {"name": (1, "string")},
     "DeviceAssignment": {"replica_count": (1, "int32"), "devices": (3, "*ReplicaGroup")},
@@ -34,7 +33,8 @@ FIELDS = {
         "control_predecessor_ids": (37, "*int64"), "called_computation_ids": (38, "*int64"),
         "backend_config": (43, "bytes"), "replica_groups": (49, "*ReplicaGroup"),
         "source_target_pairs": (52, "*SourceTarget"), "comparison_direction": (63, "string"),
-        "use_global_device_ids": (71, "bool"), "device_list": (87, "DeviceList"), "iota_groups": (92, "IotaGroups"),
+        "frontend_attributes": (68, "FrontendAttributes"), "use_global_device_ids": (71, "bool"),
+        "device_list": (87, "DeviceList"), "iota_groups": (92, "IotaGroups"),
         "mesh_groups": (93, "MeshGroups"),
     },
     "Shape": {

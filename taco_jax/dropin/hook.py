@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 
 import taco_jax
@@ -11,7 +12,7 @@ from taco_jax.dropin import compat
 from taco_jax.dropin.plan import DropInPlan, parse_plan
 from taco_jax.dropin.replacement import record
 from taco_jax.dropin.report import Report
-from taco_jax.dropin.rewrite import rewrite
+from taco_jax.dropin.rewrite import donates, read_note, rewrite
 
 OPCODES = (b"all-reduce", b"reduce-scatter", b"all-gather", b"all-to-all", b"collective-permute")
 
@@ -31,7 +32,7 @@ class _Hooks:
     def report(self, plan: DropInPlan) -> Report:
         """The report of a plan, one for all equal ones: their programs are the same, and are compiled once."""
         with self._lock:
-            return self._reports.setdefault(plan, Report(plan))
+            return self._reports.setdefault(plan, Report(plan, _loaded_notes))
 
     def plan(self, thread: int) -> DropInPlan | None:
         """The plan that is in force in a thread."""
@@ -87,7 +88,19 @@ class _Hooks:
                 "taco_jax.install a plan for all threads, or give the functions different names"
             )
         (plan,) = plans
-        return None if plan is None else rewrite(serialized, plan, self.report(plan))
+        if plan is None or (rewritten := rewrite(serialized, plan, self.report(plan))) is None:
+            return None
+        if not compat.KEEPS_DONATION and donates(serialized):
+            warnings.warn(
+                f"{name}: under this jax a program that is compressed keeps its donated arguments in memory of their "
+                "own; jax 0.11 and newer use it again",
+                stacklevel=1,
+            )
+        return rewritten
+
+
+def _loaded_notes() -> list[str]:
+    return list(filter(None, map(read_note, compat.loaded_modules())))
 
 
 def _module_name(serialized: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import hashlib
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec
@@ -55,11 +56,10 @@ class DropInPlan:
     def axes(self) -> list[tuple[str, ...]]:
         return list(dict.fromkeys(rule.axes for rule in self.rules))
 
-    def find(self, axes: Iterable[str], operation: str, op_name: str) -> Rule | None:
-        """The rule of a collective over these axes; axes of size 1 are left out before."""
-        wanted = frozenset(axes)
-        found = (r for r in self.rules if frozenset(r.axes) == wanted and r.matches(operation, op_name))
-        return next(found, None)
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans, in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:

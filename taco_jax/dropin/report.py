@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from taco_jax.dropin.plan import DropInPlan, is_uncalibrated
 
@@ -47,48 +48,72 @@ class Site:
         return self.codec != "none"
 
 
+def note(plan: DropInPlan, id: str, program: str, sites: list[Site], rules: Iterable[int], axes: Iterable[str]) -> str:
+    """What `Report.add` takes, as text that a compiled program keeps.
+
+    id: of the module as it came. rules: numbers of the plan's rules that fitted a site. axes: those of its meshes.
+    """
+    listed = [dataclasses.asdict(site) for site in sites]
+    return json.dumps(
+        {
+            "plan": plan.digest, "id": id, "program": program, "sites": listed, "rules": sorted(rules),
+            "axes": sorted(axes),
+        }
+    )  # fmt: skip
+
+
 class Report:
     """The sites of every program compiled under a plan in this process. `print(report)` shows them.
 
     Programs that were compiled before under an equal plan are not compiled again, and are listed again.
     """
 
-    def __init__(self, plan: DropInPlan):
+    def __init__(self, plan: DropInPlan, notes: Callable[[], Iterable[str]] = tuple):
+        """notes: the notes (`note`) of all programs that are loaded, as those from the persistent cache bring them."""
         self.plan = plan
+        self._notes = notes
         self._sites: list[Site] = []
-        self._programs: list[str] = []
-        self._matched: set = set()
+        self._programs: dict[str, str] = {}
+        self._matched: set[int] = set()
         self._mesh_axes: set[str] = set()
-        self._from_cache = 0
-        self._lock = threading.Lock()
+        self._unread = False
+        self._lock = threading.RLock()
 
     @property
     def sites(self) -> list[Site]:
-        with self._lock:
-            return list(self._sites)
+        self._read_notes()
+        return list(self._sites)
 
     @property
     def programs(self) -> list[str]:
-        """Names of the modules with collectives that were compiled, in their order."""
-        with self._lock:
-            return list(self._programs)
+        """Names of the modules with collectives, in the order in which they were compiled or loaded."""
+        self._read_notes()
+        return list(self._programs.values())
 
-    @property
-    def from_cache(self) -> int:
-        """Programs that came, compressed by this plan, from the persistent compilation cache; their sites are not listed."""
-        return self._from_cache
-
-    def add(self, program: str, sites: list[Site], rules, mesh_axes) -> None:
-        """Lists a compiled program: its sites, the plan's rules that fitted one, the axes of its meshes."""
+    def add(self, note: str) -> None:
+        """Lists the program of a note; one that is listed stays as it is."""
+        found = json.loads(note)
+        if found["plan"] != self.plan.digest:
+            return
         with self._lock:
-            self._programs.append(program)
-            self._sites += sites
-            self._matched |= set(rules)
-            self._mesh_axes |= set(mesh_axes)
+            if found["id"] in self._programs:
+                return
+            self._programs[found["id"]] = found["program"]
+            for site in found["sites"]:
+                self._sites.append(Site(**site | {"axes": tuple(site["axes"]), "shape": tuple(site["shape"])}))
+            self._matched |= set(found["rules"])
+            self._mesh_axes |= set(found["axes"])
 
     def add_cached(self) -> None:
+        """A program came from the persistent compilation cache."""
+        self._unread = True
+
+    def _read_notes(self) -> None:
         with self._lock:
-            self._from_cache += 1
+            if self._unread:
+                self._unread = False
+                for note in self._notes():
+                    self.add(note)
 
     def bytes(self, axes: str | tuple[str, ...] | None = None, *, named: bool = False) -> tuple[float, float]:
         """(before, after): bytes that one device sends over these axes, all programs run once.
@@ -111,18 +136,12 @@ class Report:
 
         require: the least share of `share`, of every axis of the plan or of each by name.
         """
+        self._read_notes()
         self._check_axes()
-        if self._from_cache and not self.programs:
-            if require is not None:
-                raise DropInError(
-                    f"require={require}: {self._from_cache} programs came from the persistent compilation cache, which "
-                    "lists no collectives; empty its folder, or set jax_enable_compilation_cache to False"
-                )
-            return
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
-        for rule in self.plan.rules:
-            if rule not in self._matched and not self._from_cache:
+        for n, rule in enumerate(self.plan.rules):
+            if n not in self._matched:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
                 )
@@ -187,6 +206,4 @@ class Report:
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
         if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
             lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
-        if self._from_cache:
-            lines.append(f"{self._from_cache} programs came from the persistent compilation cache and are not listed")
         return "\n".join(lines)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
 from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
-from taco_jax.dropin.hlo_proto import FLOATS, dtype_name, nbytes
+from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
 from taco_jax.dropin.mesh_axes import Place, groups_of, live_meshes, of_devices, places
 from taco_jax.dropin.plan import DropInPlan, Rule, directed
 from taco_jax.dropin.replacement import Replacement, Request, find, inline
-from taco_jax.dropin.report import Report, Site
+from taco_jax.dropin.report import Report, Site, note
+
+NOTE = "taco_jax_drop_in"
 
 # What one device sends of n bytes among p ranks, exactly; of a gather, n of the result.
 SENT = {
@@ -25,7 +28,7 @@ SENT = {
 
 
 def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None:
-    """The module with its collectives compressed, None where none is. Lists all of them in the report."""
+    """The module with its collectives compressed, None where it has none. Lists all of them in the report."""
     module = Module(serialized)
     assignment = module.proto.device_assignment
     devices = [i for replica in assignment.devices for i in replica.ids[:1]]
@@ -44,8 +47,35 @@ def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None
     for (collective, chosen), times in zip(choices, runs):
         editor.apply(collective, chosen, times)
     names = {name for mesh in made for name in mesh.axis_names}
-    report.add(module.name, editor.sites, editor.rules, names)
-    return module.serialize() if any(site.compressed for site in editor.sites) else None
+    id = hashlib.sha256(serialized).hexdigest()[:16]
+    written = note(plan, id, module.name, editor.sites, editor.rules, names)
+    report.add(written)
+    _write_note(module, written)
+    return module.serialize()
+
+
+def _write_note(module: Module, written: str) -> None:
+    """Leaves the note in the program, where the persistent compilation cache keeps it: at its first argument."""
+    if 0 in module.entry.parameters:
+        first = module.entry.instructions[module.entry.parameters[0]]
+        first.frontend_attributes.map.add(key=NOTE, value=written)
+
+
+def read_note(serialized: bytes) -> str | None:
+    """The note of a compiled module, None of one that was compiled without a plan."""
+    if NOTE.encode() not in serialized:
+        return None
+    entry = Module(serialized).entry
+    for attribute in entry.instructions[entry.parameters[0]].frontend_attributes.map:
+        if attribute.key == NOTE:
+            return attribute.value
+    return None
+
+
+def donates(serialized: bytes) -> bool:
+    """Whether a module writes results into the memory of its arguments."""
+    proto = ModuleProto.FromString(serialized)
+    return bool(proto.input_output_alias or proto.buffer_donor)
 
 
 def _merges(collective: Collective, plan: DropInPlan) -> bool:
@@ -84,7 +114,7 @@ class _Editor:
     def __init__(self, module: Module, plan: DropInPlan):
         self.module, self.plan = module, plan
         self.sites: list[Site] = []
-        self.rules: set[Rule] = set()
+        self.rules: set[int] = set()
 
     def choose(self, collective: Collective) -> list[_Choice]:
         return [self._choose(collective, part) for part in collective.parts]
@@ -100,7 +130,7 @@ class _Editor:
         rule, n = _rule(collective, self.plan, operation)
         if rule is not None:
             choice.rule, choice.place = rule, collective.places[n]
-            self.rules.add(rule)
+            self.rules.add(self.plan.rules.index(rule))
         choice.reason = collective.why_exact or self._why_unnamed(collective, choice)
         if choice.reason:
             return choice
