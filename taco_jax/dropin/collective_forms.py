@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from taco_jax.dropin.hlo_module import Computation, Module
 from taco_jax.dropin.mesh_axes import Groups, Place, groups_of, permutation_places, places
@@ -13,6 +14,9 @@ OPERATIONS = {
 }  # fmt: skip
 # Written where a collective has been made asynchronous already.
 STARTS = tuple(f"{opcode}-start" for opcode in OPERATIONS)
+
+
+JOINED = re.compile(r"(.*)\(([^()]*:[^()]*)\)(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Part:
     operands: tuple[int, ...]
     values: tuple[int, ...]
     shape: object  # of the result; of an all-to-all in pieces, of the tuple
+    op_name: str  # JAX's name stack
+
+    @property
+    def direction(self) -> str:
+        return "backward" if "transpose(jvp" in self.op_name else "forward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +55,6 @@ class Collective:
     perms: tuple[tuple[tuple[int, int], ...], ...] = ()
     why_exact: str = ""
 
-    @property
-    def op_name(self) -> str:
-        return self.instruction.metadata.op_name
-
-    @property
-    def direction(self) -> str:
-        return "backward" if "transpose(jvp" in self.op_name else "forward"
-
 
 def collectives(module: Module, partitions: int, meshes) -> list[Collective]:
     """Every collective of a module, in the module's order."""
@@ -63,6 +64,33 @@ def collectives(module: Module, partitions: int, meshes) -> list[Collective]:
             opcode = instruction.opcode.removesuffix("-start")
             if opcode in OPERATIONS:
                 found.append(_read(module, computation, instruction, OPERATIONS[opcode], partitions, meshes))
+    return found
+
+
+def take_apart(module: Module) -> bool:
+    """Lets readers of a combined collective's tuple read a tuple of its elements, each of which can be replaced.
+
+    Returns whether there was one; then the module is to be read anew.
+    """
+    found = False
+    for computation in module.bodies():
+        for instruction in list(computation.proto.instructions):
+            if instruction.opcode not in ("all-reduce", "reduce-scatter", "all-gather"):
+                continue
+            readers = [computation.instructions[i] for i in computation.users[instruction.id]]
+            whole = instruction.id == computation.proto.root_id or any(r.opcode != "get-tuple-element" for r in readers)
+            if not instruction.shape.tuple_shapes or not whole:
+                continue
+            found = True
+            sent = computation.add(instruction, instruction)
+            sent.name = module.fresh_name(instruction.name)
+            elements = []
+            for n, shape in enumerate(instruction.shape.tuple_shapes):
+                element = computation.make(instruction, "get-tuple-element", shape, [sent.id], like=instruction)
+                element.tuple_index = n
+                elements.append(element.id)
+            whole = computation.make(instruction, "tuple", instruction.shape, elements, like=instruction)
+            computation.take_over(instruction, whole)
     return found
 
 
@@ -76,7 +104,8 @@ def _read(module, computation, instruction, operation, partitions, meshes) -> Co
         groups = groups_of(instruction, partitions)
         ordered = operation != "all_reduce"
         at = tuple(places(groups, meshes, ordered=ordered))
-    parts, why = _parts(computation, instruction, operation)
+    parts = _parts(computation, instruction, operation)
+    why = "XLA has made it asynchronous already" if instruction.opcode.endswith("-start") else ""
     dims = instruction.dimensions
     return Collective(
         computation, instruction, operation, groups, at, parts, dims[0] if dims else 0, perms,
@@ -84,23 +113,25 @@ def _read(module, computation, instruction, operation, partitions, meshes) -> Co
     )  # fmt: skip
 
 
-def _parts(computation: Computation, instruction, operation: str) -> tuple[tuple[Part, ...], str]:
-    """(messages, why it must stay exact)."""
-    operands = tuple(instruction.operand_ids)
-    if instruction.opcode.endswith("-start"):
-        return (Part(operands, (), instruction.shape),), "XLA has made it asynchronous already"
-    if not instruction.shape.tuple_shapes:
-        return (Part(operands, (instruction.id,), instruction.shape),), ""
-    readers = [computation.instructions[i] for i in computation.users[instruction.id]]
-    if operation == "all_to_all":
-        return (Part(operands, (instruction.id,), instruction.shape),), ""
-    shapes = list(instruction.shape.tuple_shapes)
-    whole = instruction.id == computation.proto.root_id or any(r.opcode != "get-tuple-element" for r in readers)
-    parts = tuple(
-        Part((operand,), tuple(r.id for r in readers if r.opcode == "get-tuple-element" and r.tuple_index == n), shape)
-        for n, (operand, shape) in enumerate(zip(operands, shapes))
-    )
-    return parts, "its results are handed on as one tuple" if whole else ""
+def _parts(computation: Computation, instruction, operation: str) -> tuple[Part, ...]:
+    operands, shape, name = tuple(instruction.operand_ids), instruction.shape, instruction.metadata.op_name
+    if not shape.tuple_shapes or operation == "all_to_all" or instruction.opcode.endswith("-start"):
+        return (Part(operands, (instruction.id,), shape, name),)
+    parts, names = [], _apart(name, len(operands))
+    for n, (operand, part) in enumerate(zip(operands, shape.tuple_shapes)):
+        readers = [
+            r for r in map(computation.instructions.get, computation.users[instruction.id]) if r.tuple_index == n
+        ]
+        own = [r.metadata.op_name for r in readers if r.metadata.op_name not in ("", name)]
+        parts.append(Part((operand,), tuple(r.id for r in readers), part, own[0] if own else names[n]))
+    return tuple(parts)
+
+
+def _apart(op_name: str, count: int) -> list[str]:
+    """The names that XLA has written as one where it combined collectives: "a/(b/c:d)" is a/b/c and a/d."""
+    match = JOINED.fullmatch(op_name)
+    names = match[2].split(":") if match else []
+    return [match[1] + name + match[3] for name in names] if len(names) == count else [op_name] * count
 
 
 def _why_exact(module, computation, instruction, operation, groups, at) -> str:

@@ -1,7 +1,7 @@
 """The command: another program, a module or a script, whose collectives go compressed.
 
-    python -m taco_jax.run --compress tensor=int8h --require 0.95 -- -m some.package.train config.yml
-    python -m taco_jax.run --compress tensor=int8h fsdp/reduce_scatter=int8h -- train.py --steps 10
+python -m taco_jax.run --compress tensor=int8h --require 0.95 -- -m some.package.train config.yml
+python -m taco_jax.run --compress tensor=int8h fsdp/reduce_scatter=int8h -- train.py --steps 10
 """
 
 from __future__ import annotations

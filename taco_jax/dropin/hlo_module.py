@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from taco_jax.dropin.hlo_proto import ModuleProto
 
 # An instruction's id holds its computation's id above these bits.
 LOCAL_BITS = 32
+# Names that the hook has given.
+OURS = re.compile(r"(.*)\.taco(\d+)")
 
 
 class HloFormError(RuntimeError):
@@ -27,7 +30,9 @@ class Computation:
         self._next = max((i & (1 << LOCAL_BITS) - 1 for i in self.instructions), default=-1) + 1
         self._added, self._deleted = 0, False
         if any(i >> LOCAL_BITS != proto.id for i in self.instructions):
-            raise HloFormError(f"{module.proto.name}: ids of instructions do not name their computation; use jax 0.10.2 to 0.12")
+            raise HloFormError(
+                f"{module.proto.name}: ids of instructions do not name their computation; use jax 0.10.2 to 0.12"
+            )
 
     @property
     def root(self):
@@ -122,7 +127,10 @@ class Module:
         self._order = {c.id: (n, 0) for n, c in enumerate(self.proto.computations)}
         self._protos = {c.id: c for c in self.proto.computations}
         self.next_computation = max(self._protos) + 1
-        self._names: dict[str, int] = {}
+        self._names: dict[str, int] = {}  # stem -> the last number given
+        for named in itertools.chain(self.proto.computations, *(c.instructions for c in self.proto.computations)):
+            if (match := OURS.fullmatch(named.name)) is not None:
+                self._names[match[1]] = max(int(match[2]), self._names.get(match[1], -1))
         self._channel = max((i.channel_id for c in self.proto.computations for i in c.instructions), default=0)
 
     @property
@@ -148,7 +156,7 @@ class Module:
 
     def fresh_name(self, stem: str) -> str:
         """A name that nothing in the module has: the package's own suffix, with a number."""
-        stem = re.sub(r"\.taco\d+$", "", stem)
+        stem = match[1] if (match := OURS.fullmatch(stem)) else stem
         self._names[stem] = self._names.get(stem, -1) + 1
         return f"{stem}.taco{self._names[stem]}"
 
@@ -169,7 +177,9 @@ class Module:
             instruction.name = self.fresh_name(instruction.name)
             instruction.operand_ids[:] = [base | (i & mask) for i in instruction.operand_ids]
             if instruction.control_predecessor_ids:
-                instruction.control_predecessor_ids[:] = [base | (i & mask) for i in instruction.control_predecessor_ids]
+                instruction.control_predecessor_ids[:] = [
+                    base | (i & mask) for i in instruction.control_predecessor_ids
+                ]
         self._protos[new.id] = new
         # What it calls is added after it, and must come before.
         self._order[new.id] = (self._order[caller.proto.id][0], -new.id)

@@ -11,7 +11,7 @@ import taco_jax
 from taco_jax.dropin import compat
 from taco_jax.dropin.plan import DropInPlan, parse_plan
 from taco_jax.dropin.replacement import record
-from taco_jax.dropin.report import Report
+from taco_jax.dropin.report import History, Report
 from taco_jax.dropin.rewrite import donates, read_note, rewrite
 
 OPCODES = (b"all-reduce", b"reduce-scatter", b"all-gather", b"all-to-all", b"collective-permute")
@@ -24,15 +24,15 @@ class _Hooks:
         self._lock = threading.Lock()
         self._in_threads: dict[int, list[DropInPlan]] = {}
         self._everywhere: list[DropInPlan] = []
-        self._reports: dict[DropInPlan, Report] = {}
+        self._histories: dict[DropInPlan, History] = {}
         self._used = 0
         self._registered = False
         self._open = contextlib.ExitStack()
 
-    def report(self, plan: DropInPlan) -> Report:
-        """The report of a plan, one for all equal ones: their programs are the same, and are compiled once."""
+    def history(self, plan: DropInPlan) -> History:
+        """What was compiled under a plan. One for all equal ones: their programs are the same, and are compiled once."""
         with self._lock:
-            return self._reports.setdefault(plan, Report(plan, _loaded_notes))
+            return self._histories.setdefault(plan, History(plan, _loaded_notes))
 
     def plan(self, thread: int) -> DropInPlan | None:
         """The plan that is in force in a thread."""
@@ -46,7 +46,7 @@ class _Hooks:
         with self._lock:
             self._used += 1
             if self._used == 1:
-                self._open.enter_context(compat.listening(self._register, self._on_cache_hit))
+                self._open.enter_context(compat.listening(self._on_lowered, self._on_cache_hit))
                 self._open.enter_context(compat.in_cache_key(self._cache_key))
         if now:
             self._register()
@@ -67,10 +67,16 @@ class _Hooks:
             self._registered = True
         compat.register(self._callback)
 
+    def _on_lowered(self) -> None:
+        plan = self.plan(threading.get_ident())
+        if plan is not None:
+            self._register()
+            self.history(plan).asked += 1
+
     def _on_cache_hit(self) -> None:
         plan = self.plan(threading.get_ident())
         if plan is not None:
-            self.report(plan).add_cached()
+            self.history(plan).add_cached()
 
     def _cache_key(self) -> str:
         plan = self.plan(threading.get_ident())
@@ -79,16 +85,14 @@ class _Hooks:
     def _callback(self, serialized: bytes) -> bytes | None:
         name = _module_name(serialized)
         record(name, serialized)
+        plan = self._plan_of(name)
+        if plan is None:
+            return None
+        history = self.history(plan)
+        history.handed += 1
         if not any(opcode in serialized for opcode in OPCODES):
             return None
-        plans = {self.plan(thread) for thread in compat.compiling_threads(name)} or {self.plan(threading.get_ident())}
-        if len(plans) > 1:
-            raise RuntimeError(
-                f"{name}: two threads compile programs of this name at once, under different plans; "
-                "taco_jax.install a plan for all threads, or give the functions different names"
-            )
-        (plan,) = plans
-        if plan is None or (rewritten := rewrite(serialized, plan, self.report(plan))) is None:
+        if (rewritten := rewrite(serialized, plan, history)) is None:
             return None
         if not compat.KEEPS_DONATION and donates(serialized):
             warnings.warn(
@@ -97,6 +101,16 @@ class _Hooks:
                 stacklevel=1,
             )
         return rewritten
+
+    def _plan_of(self, name: str) -> DropInPlan | None:
+        """The plan of the thread that has asked for a module."""
+        plans = {self.plan(thread) for thread in compat.compiling_threads(name)} or {self.plan(threading.get_ident())}
+        if len(plans) > 1:
+            raise RuntimeError(
+                f"{name}: two threads compile programs of this name at once, under different plans; "
+                "taco_jax.install a plan for all threads, or give the functions different names"
+            )
+        return plans.pop()
 
 
 def _loaded_notes() -> list[str]:
@@ -124,7 +138,7 @@ def compressed(
         print(report)
 
     A function that was jitted before is compiled anew inside, and is the old program outside. Blocks of equal plans
-    share their programs and their report.
+    share their programs.
 
     Args:
       plan: {axis: codec or Compression}, or {axis: {operation or pattern of op_name: codec}}. An axis "fsdp+tensor" is
@@ -141,7 +155,7 @@ def compressed(
       MissingHookError: this jax cannot hand programs over. In one line.
     """
     parsed = parse_plan(plan, min_bytes)
-    report = _hooks.report(parsed)
+    report = Report(_hooks.history(parsed))
     thread = threading.get_ident()
     _hooks.start(now=True)
     plans = _hooks._in_threads.setdefault(thread, [])
@@ -153,6 +167,7 @@ def compressed(
         plans.pop()
         if not plans:
             _hooks._in_threads.pop(thread, None)
+        report.close()
         _hooks.stop()
     report.check(require)
 
@@ -165,7 +180,7 @@ class Installed:
     """
 
     def __init__(self, plan: DropInPlan, require):
-        self.report = _hooks.report(plan)
+        self.report = Report(_hooks.history(plan))
         self._plan, self._require, self._active = plan, require, True
 
     def check(self) -> None:
@@ -177,6 +192,7 @@ class Installed:
         if not self._active:
             return
         self._active = False
+        self.report.close()
         _hooks._everywhere.remove(self._plan)
         compat.context().set_global(_hooks._everywhere[-1] if _hooks._everywhere else None)
         _hooks.stop()

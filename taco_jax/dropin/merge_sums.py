@@ -115,7 +115,10 @@ def _rebuild(computation: Computation, add, adds: list, terms: list[Term], merge
     total = ids[0]
     for id in ids[1:]:
         total = computation.make(add, "add", add.shape, [total, id], like=add).id
-    for old in (*adds[1:], *(i for group in merged for term in group for i in (*term.chain, term.collective.instruction))):
+    for old in (
+        *adds[1:],
+        *(i for group in merged for term in group for i in (*term.chain, term.collective.instruction)),
+    ):
         computation.delete(old)
     computation.take_over(add, computation.instructions[total])
 

@@ -61,7 +61,9 @@ def live_meshes() -> list[jax.sharding.Mesh]:
     """Every mesh that the program has made and not forgotten, in an order that does not depend on memory."""
     found = {o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)}
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
-    found |= {a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)}
+    found |= {
+        a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
+    }
     return sorted((m for m in found if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
 
 
@@ -108,7 +110,9 @@ def _normal(groups: Groups, ordered: bool):
     return frozenset(groups) if ordered else frozenset(map(frozenset, groups))
 
 
-def permutation_places(pairs: Sequence[tuple[int, int]], meshes: Iterable) -> list[tuple[Place, tuple[tuple[int, int], ...]]]:
+def permutation_places(
+    pairs: Sequence[tuple[int, int]], meshes: Iterable
+) -> list[tuple[Place, tuple[tuple[int, int], ...]]]:
     """Single mesh axes along which these pairs of partitions go, in all groups alike, with the pairs of ranks."""
     found = []
     for mesh in meshes:

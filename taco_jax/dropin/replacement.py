@@ -172,7 +172,9 @@ def _program(request: Request, name: str):
     program.__name__ = program.__qualname__ = name
     where = NamedSharding(mesh, every)
     wide = lambda shape: (shape[0] * theirs.size, *shape[1:])
-    operands = [jax.ShapeDtypeStruct(wide(s), np.dtype(jnp.dtype(request.dtype)), sharding=where) for s in request.shapes]
+    operands = [
+        jax.ShapeDtypeStruct(wide(s), np.dtype(jnp.dtype(request.dtype)), sharding=where) for s in request.shapes
+    ]
     return jax.jit(program), operands
 
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
+from taco_jax.dropin.compat import FIRST
 from taco_jax.dropin.plan import DropInPlan, is_uncalibrated
 
 
@@ -48,72 +49,98 @@ class Site:
         return self.codec != "none"
 
 
-def note(plan: DropInPlan, id: str, program: str, sites: list[Site], rules: Iterable[int], axes: Iterable[str]) -> str:
-    """What `Report.add` takes, as text that a compiled program keeps.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its sites, the numbers of the plan's rules that fitted one, the axes of its meshes.
 
-    id: of the module as it came. rules: numbers of the plan's rules that fitted a site. axes: those of its meshes.
+    id: of the module as it came, equal for equal ones.
     """
-    listed = [dataclasses.asdict(site) for site in sites]
+
+    id: str
+    name: str
+    sites: tuple[Site, ...]
+    rules: frozenset[int]
+    axes: frozenset[str]
+
+
+def note(plan: DropInPlan, program: Program) -> str:
+    """What `History.add` takes, as text that a compiled program keeps."""
     return json.dumps(
         {
-            "plan": plan.digest, "id": id, "program": program, "sites": listed, "rules": sorted(rules),
-            "axes": sorted(axes),
+            "plan": plan.digest, "id": program.id, "program": program.name,
+            "sites": [dataclasses.asdict(site) for site in program.sites], "rules": sorted(program.rules),
+            "axes": sorted(program.axes),
         }
     )  # fmt: skip
 
 
-class Report:
-    """The sites of every program compiled under a plan in this process. `print(report)` shows them.
-
-    Programs that were compiled before under an equal plan are not compiled again, and are listed again.
-    """
+class History:
+    """The programs that this process has compiled under a plan, or loaded from the persistent compilation cache."""
 
     def __init__(self, plan: DropInPlan, notes: Callable[[], Iterable[str]] = tuple):
-        """notes: the notes (`note`) of all programs that are loaded, as those from the persistent cache bring them."""
+        """notes: those (`note`) of all programs that are loaded, as programs from the persistent cache bring them."""
         self.plan = plan
+        self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
         self._notes = notes
-        self._sites: list[Site] = []
-        self._programs: dict[str, str] = {}
-        self._matched: set[int] = set()
-        self._mesh_axes: set[str] = set()
+        self._programs: dict[str, Program] = {}
         self._unread = False
         self._lock = threading.RLock()
 
-    @property
-    def sites(self) -> list[Site]:
-        self._read_notes()
-        return list(self._sites)
-
-    @property
-    def programs(self) -> list[str]:
-        """Names of the modules with collectives, in the order in which they were compiled or loaded."""
-        self._read_notes()
-        return list(self._programs.values())
-
     def add(self, note: str) -> None:
-        """Lists the program of a note; one that is listed stays as it is."""
+        """Lists the program of a note of this plan; one that is listed stays as it is."""
         found = json.loads(note)
         if found["plan"] != self.plan.digest:
             return
+        sites = (Site(**s | {"axes": tuple(s["axes"]), "shape": tuple(s["shape"])}) for s in found["sites"])
+        program = Program(
+            found["id"], found["program"], tuple(sites), frozenset(found["rules"]), frozenset(found["axes"])
+        )
         with self._lock:
-            if found["id"] in self._programs:
-                return
-            self._programs[found["id"]] = found["program"]
-            for site in found["sites"]:
-                self._sites.append(Site(**site | {"axes": tuple(site["axes"]), "shape": tuple(site["shape"])}))
-            self._matched |= set(found["rules"])
-            self._mesh_axes |= set(found["axes"])
+            self._programs.setdefault(program.id, program)
 
     def add_cached(self) -> None:
         """A program came from the persistent compilation cache."""
         self._unread = True
 
-    def _read_notes(self) -> None:
+    def programs(self) -> list[Program]:
         with self._lock:
             if self._unread:
                 self._unread = False
                 for note in self._notes():
                     self.add(note)
+            return list(self._programs.values())
+
+
+class Report:
+    """The collectives of the programs that were compiled under a plan in a block. `print(report)` shows them.
+
+    Where none was compiled, because a block of an equal plan had compiled them before: those of all such blocks.
+    """
+
+    def __init__(self, history: History):
+        self.plan = history.plan
+        self._history = history
+        self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
+        self._closed: list[Program] | None = None
+
+    def close(self) -> None:
+        """What is compiled from now on is not of this report."""
+        self._closed = self._programs()
+
+    def _programs(self) -> list[Program]:
+        if self._closed is not None:
+            return self._closed
+        everything = self._history.programs()
+        return everything[self._first :] or everything
+
+    @property
+    def sites(self) -> list[Site]:
+        return [site for program in self._programs() for site in program.sites]
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of the modules with collectives."""
+        return [program.name for program in self._programs()]
 
     def bytes(self, axes: str | tuple[str, ...] | None = None, *, named: bool = False) -> tuple[float, float]:
         """(before, after): bytes that one device sends over these axes, all programs run once.
@@ -136,12 +163,12 @@ class Report:
 
         require: the least share of `share`, of every axis of the plan or of each by name.
         """
-        self._read_notes()
         self._check_axes()
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
+        matched = {n for program in self._programs() for n in program.rules}
         for n, rule in enumerate(self.plan.rules):
-            if n not in self._matched:
+            if n not in matched:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
                 )
@@ -154,15 +181,20 @@ class Report:
                 )
 
     def _check_axes(self) -> None:
-        if not self._mesh_axes:
-            return
-        for axes in self.plan.axes:
+        found = {axis for program in self._programs() for axis in program.axes}
+        for axes in self.plan.axes if found else ():
             for axis in axes:
-                if axis not in self._mesh_axes:
-                    known = ", ".join(sorted(self._mesh_axes))
+                if axis not in found:
+                    known = ", ".join(sorted(found))
                     raise DropInError(f"plan: axis {axis!r} is of no mesh of the programs; their axes are {known}")
 
     def _why_nothing(self) -> str:
+        asked, handed = self._history.asked - self._asked, self._history.handed - self._handed
+        if not self.programs and asked and not handed:
+            return (
+                f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or they came "
+                "from a cache"
+            )
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
@@ -184,7 +216,9 @@ class Report:
 
     def __str__(self) -> str:
         """A line for each kind of collective, largest first, then a line for each axis."""
-        lines = [f"{'bytes':>12} {'sent':>12} {'runs':>5}  {'codec':<8} {'axis':<10} {'direction':<9} operation, op_name"]
+        lines = [
+            f"{'bytes':>12} {'sent':>12} {'runs':>5}  {'codec':<8} {'axis':<10} {'direction':<9} operation, op_name"
+        ]
         rows: dict[tuple, list] = {}
         for site in self.sites:
             key = (site.codec, site.axes, site.direction, site.operation, site.op_name, site.reason)

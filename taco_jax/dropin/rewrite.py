@@ -13,7 +13,7 @@ from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
 from taco_jax.dropin.mesh_axes import Place, groups_of, live_meshes, of_devices, places
 from taco_jax.dropin.plan import DropInPlan, Rule, directed
 from taco_jax.dropin.replacement import Replacement, Request, find, inline
-from taco_jax.dropin.report import Report, Site, note
+from taco_jax.dropin.report import History, Program, Site, note
 
 NOTE = "taco_jax_drop_in"
 
@@ -27,8 +27,8 @@ SENT = {
 }
 
 
-def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None:
-    """The module with its collectives compressed, None where it has none. Lists all of them in the report."""
+def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | None:
+    """The module with its collectives compressed, None where it has none. Lists all of them in the history."""
     module = Module(serialized)
     assignment = module.proto.device_assignment
     devices = [i for replica in assignment.devices for i in replica.ids[:1]]
@@ -36,6 +36,8 @@ def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None
         return None
     made = live_meshes()
     meshes = of_devices(made, devices)
+    if collective_forms.take_apart(module):
+        module = Module(module.serialize())
     if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
@@ -48,8 +50,8 @@ def rewrite(serialized: bytes, plan: DropInPlan, report: Report) -> bytes | None
         editor.apply(collective, chosen, times)
     names = {name for mesh in made for name in mesh.axis_names}
     id = hashlib.sha256(serialized).hexdigest()[:16]
-    written = note(plan, id, module.name, editor.sites, editor.rules, names)
-    report.add(written)
+    written = note(plan, Program(id, module.name, tuple(editor.sites), frozenset(editor.rules), frozenset(names)))
+    history.add(written)
     _write_note(module, written)
     return module.serialize()
 
@@ -82,17 +84,17 @@ def _merges(collective: Collective, plan: DropInPlan) -> bool:
     """Whether sums of an all-reduce's results are to be sums of its operands: where the plan compresses them."""
     if collective.why_exact:
         return False
-    rule, _ = _rule(collective, plan, "all_reduce")
+    rule, _ = _rule(collective, collective.parts[0], plan, "all_reduce")
     return rule is not None and rule.compression is not None
 
 
-def _rule(collective: Collective, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
+def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
     """The plan's rule for a collective, and which of its places it is for."""
     for n, place in enumerate(collective.places):
         wide = {a for a, size in zip(place.mesh.axis_names, place.mesh.devices.shape) if size > 1}
         for rule in plan.rules:
             of_rule = frozenset(rule.axes) & wide
-            if of_rule == frozenset(place.axes) and rule.matches(operation, collective.op_name):
+            if of_rule == frozenset(place.axes) and rule.matches(operation, part.op_name):
                 return rule, n
     return None, 0
 
@@ -127,7 +129,7 @@ class _Editor:
         choice = _Choice(operation)
         if collective.places:
             choice.place = collective.places[0]
-        rule, n = _rule(collective, self.plan, operation)
+        rule, n = _rule(collective, part, self.plan, operation)
         if rule is not None:
             choice.rule, choice.place = rule, collective.places[n]
             self.rules.add(self.plan.rules.index(rule))
@@ -172,7 +174,7 @@ class _Editor:
         if operation == "all_gather" and choice.rule.operation is None and choice.rule.pattern is None:
             if dataflow.is_argument(self.module, computation, part.operands[0]):
                 return "it gathers an argument of the program (weights), which a plan names by operation: all_gather"
-        compression = directed(choice.rule.compression, collective.direction)
+        compression = directed(choice.rule.compression, part.direction)
         codec = compression.codecs[0]
         if codec.exact:
             return "the plan says so"
@@ -191,7 +193,11 @@ class _Editor:
             order.index(dimension) if operation in ("reduce_scatter", "all_gather", "all_to_all") else 0,
             collective.perms[n] if collective.perms else (),
         )  # fmt: skip
-        if codec.per_token and request.dimension == len(order) - 1 and operation in ("reduce_scatter", "all_gather", "all_to_all"):
+        if (
+            codec.per_token
+            and request.dimension == len(order) - 1
+            and operation in ("reduce_scatter", "all_gather", "all_to_all")
+        ):
             return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"
         found = find(request)
         if found.codec == "none" or found.sent >= SENT[operation](size, ranks):
@@ -305,8 +311,8 @@ class _Editor:
         before = SENT[choice.operation](size, ranks)
         found: Replacement | None = choice.replacement
         return Site(
-            self.module.name, collective.op_name, choice.operation, choice.place.axes if choice.place else (),
-            collective.direction, dtype_name(shape), tuple(shape.dimensions), runs, before,
+            self.module.name, part.op_name, choice.operation, choice.place.axes if choice.place else (),
+            part.direction, dtype_name(shape), tuple(shape.dimensions), runs, before,
             found.sent if found else before, found.codec if found else "none", choice.reason,
             choice.rule is not None and choice.rule.compression is not None,
         )  # fmt: skip

@@ -31,7 +31,8 @@ def test_values_gradients_and_bytes_through_scan(kind):
 
 
 @pytest.mark.parametrize(
-    "codec,most,slope", [("taco", 0.06, 0.02), ("int4h", 0.2, 0.05), ("int8_token", 0.03, 0.02), ("e4m3h:int8h", 0.06, 0.02)]
+    "codec,most,slope",
+    [("taco", 0.06, 0.02), ("int4h", 0.2, 0.05), ("int8_token", 0.03, 0.02), ("e4m3h:int8h", 0.06, 0.02)],
 )
 def test_codecs(codec, most, slope):
     on = mesh(data=2, tensor=4)
@@ -54,7 +55,7 @@ def test_the_same_function_before_inside_and_after():
         inside = f(*args)
         again = f(*args)
     after = f(*args)
-    assert report.programs.count(f"jit_{f.__name__}") == 1
+    assert report.programs == [f"jit_{f.__name__}"]
     check_equal(first, after)
     check_equal(inside, again)
     check_close(first, inside)
@@ -69,7 +70,7 @@ def test_blocks_of_equal_plans_share_programs_and_report():
         one = f(*args)
     with taco_jax.compressed({"tensor": "int6h"}) as second:
         other = f(*args)
-    assert first is second and first.programs.count(f"jit_{f.__name__}") == 1
+    assert first.programs == [f"jit_{f.__name__}"] and f"jit_{f.__name__}" in second.programs
     check_equal(one, other)
 
 

@@ -53,7 +53,10 @@ own_rule.defvjp(
     lambda on, *args: (layer(on, *args), args),
     lambda on, args, g: jax.vjp(functools.partial(layer, on), *args)[1](g),
 )
-BODIES = {"remat": lambda on: jax.checkpoint(functools.partial(layer, on)), "custom_vjp": lambda on: functools.partial(own_rule, on)}
+BODIES = {
+    "remat": lambda on: jax.checkpoint(functools.partial(layer, on)),
+    "custom_vjp": lambda on: functools.partial(own_rule, on),
+}
 
 
 def loss(on, ws, x, *, kind="remat"):
@@ -110,7 +113,7 @@ def run(f, args, plan, **options):
 
 
 def sites(report, f):
-    """The sites of one program: reports are of all programs of equal plans."""
+    """The sites of one program."""
     return [site for site in report.sites if site.program == f"jit_{f.__name__}"]
 
 
