@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan", "SiteScale",
     "SiteScales",
-    "all_gather", "all_to_all", "compressed", "copy", "install", "ppermute", "psum", "psum_scatter", "psum_with_feedback",
-    "update_scales",
+    "all_gather", "all_to_all", "compressed", "copy", "install", "ppermute", "psum", "psum_scatter",
+    "psum_with_feedback", "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.

@@ -1,4 +1,4 @@
-"""Run a program that exists with compressed collectives: `python -m taco_jax.run --compress tensor=int8h -- -m PACKAGE`."""
+"""Run another program with compressed collectives: `python -m taco_jax.run --compress tensor=int8h -- -m PACKAGE`."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ def transformations():
     """`jax.extend.xla`. Raises MissingHookError with the version that has it."""
     try:
         from jax.extend import xla
-
-        xla.register_hlo_module_transformation, xla.clear_hlo_module_transformation
-        return xla
-    except (ImportError, AttributeError):
+    except ImportError:
+        xla = None
+    if not hasattr(xla, "register_hlo_module_transformation"):
         raise MissingHookError(
             f"jax {jax.__version__} has no jax.extend.xla.register_hlo_module_transformation, which the drop-in needs; "
             f"install jax {FIRST} or newer, or compress layer by layer (taco_jax.CompressedDense)"
-        ) from None
+        )
+    return xla
 
 
 def register(callback: Callable[[bytes], bytes | None]) -> None:

@@ -1,4 +1,4 @@
-"""Where a value of a module comes from, through loops, tuples and fusions; and small integers that depend on the device."""
+"""Where a value of a module comes from, through loops, tuples and fusions; integers that depend on the device."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ PACKAGE = "taco_jax.hlo"
 FIELDS = {
     "Module": {
         "name": (1, "string"), "computations": (3, "*Computation"), "entry_computation_id": (6, "int64"),
-        "input_output_alias": (8, "bytes"), "device_assignment": (15, "DeviceAssignment"), "buffer_donor": (18, "bytes"),
+        "input_output_alias": (8, "bytes"), "device_assignment": (15, "DeviceAssignment"),
+        "buffer_donor": (18, "bytes"),
     },
     "Name": {"name": (1, "string")},
     "DeviceAssignment": {"replica_count": (1, "int32"), "devices": (3, "*ReplicaGroup")},

@@ -30,7 +30,7 @@ class _Hooks:
         self._open = contextlib.ExitStack()
 
     def history(self, plan: DropInPlan) -> History:
-        """What was compiled under a plan. One for all equal ones: their programs are the same, and are compiled once."""
+        """What was compiled under a plan; one for all equal plans, whose programs are the same."""
         with self._lock:
             return self._histories.setdefault(plan, History(plan, _loaded_notes))
 

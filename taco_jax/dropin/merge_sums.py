@@ -1,7 +1,7 @@
 """all-reduce(a) + all-reduce(b) -> all-reduce(a + b): one message in the place of two.
 
-XLA does it too (its pass all-reduce-reassociate), but on CUDA after the hook, which would leave it nothing to merge. The
-gradients of a layer's inputs are such sums: those of q, k and v, and of a gate beside its up-projection.
+XLA does it too (its pass all-reduce-reassociate), but on CUDA after the hook, which would leave it nothing to merge.
+The gradients of a layer's inputs are such sums: those of q, k and v, and of a gate beside its up-projection.
 """
 
 from __future__ import annotations

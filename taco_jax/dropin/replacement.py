@@ -179,7 +179,7 @@ def _program(request: Request, name: str):
 
 
 def inline(replacement: Replacement, into: Computation, before, operands: Sequence[int], label: str) -> list:
-    """Copies a replacement's instructions in front of `before`, reading these operands. Returns its results' instructions.
+    """Copies a replacement's instructions in front of `before`, reading these operands. Returns those of its results.
 
     label: what is added to the op_name of `before`, whose metadata the copies get.
     """

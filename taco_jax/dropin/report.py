@@ -152,7 +152,7 @@ class Report:
         return sum(s.before * s.runs for s in found), sum(s.after * s.runs for s in found)
 
     def share(self, axes: str | tuple[str, ...] | None = None) -> float:
-        """The share of the bytes before, of collectives that the plan names, that is compressed. 0 where there are none."""
+        """The share of the bytes of collectives that the plan names that is compressed; 0 where there are none."""
         wanted = (axes,) if isinstance(axes, str) else axes
         named = [s for s in self.sites if s.named and (wanted is None or set(s.axes) == set(wanted))]
         total = sum(s.before * s.runs for s in named)
@@ -192,8 +192,8 @@ class Report:
         asked, handed = self._history.asked - self._asked, self._history.handed - self._handed
         if not self.programs and asked and not handed:
             return (
-                f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or they came "
-                "from a cache"
+                f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or "
+                "they came from a cache"
             )
         if not self.programs:
             return (

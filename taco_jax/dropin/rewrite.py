@@ -10,7 +10,7 @@ from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slic
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
-from taco_jax.dropin.mesh_axes import Place, groups_of, live_meshes, of_devices, places
+from taco_jax.dropin.mesh_axes import Place, live_meshes, of_devices, places
 from taco_jax.dropin.plan import DropInPlan, Rule, directed
 from taco_jax.dropin.replacement import Replacement, Request, find, inline
 from taco_jax.dropin.report import History, Program, Site, note

@@ -83,7 +83,7 @@ def put(computation: Computation, own: OwnSlice, value: int, part) -> None:
         return
     fusion = computation.instructions[own.fusion_id]
     fusion.operand_ids[:] = [part.id if i == value else i for i in fusion.operand_ids]
-    # The slice stays, of all that there is now: a slice that would end outside begins at 0. (What computes where it would
-    # begin must be read inside of a fusion.)
+    # The slice stays, of all that there is now: one that would end outside begins at 0. (What computes where it would
+    # begin must be read, inside of a fusion.)
     for id in own.chain:
         own.computation.instructions[id].shape.dimensions[:] = cut.shape.dimensions

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dropin_programs import UNFUSED, check_close, check_equal, mesh, run, share, sharded, u8_share
+from dropin_programs import UNFUSED, check_close, check_equal, mesh, run, sharded, share, u8_share
 from hlo import counts, groups
 from jax import lax
 from jax.sharding import NamedSharding
