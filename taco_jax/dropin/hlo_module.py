@@ -74,12 +74,12 @@ class Computation:
         return new
 
     def make(self, before, opcode: str, shape, operands: Sequence[int], *, like, name: str = ""):
-        """A new instruction of this opcode and shape, with the metadata of `like`."""
+        """A new instruction of this opcode and shape, which stands where `like` did in the program's source."""
         new = self.add(before)
         new.opcode, new.name = opcode, self.module.fresh_name(name or opcode)
         new.shape.CopyFrom(shape)
         new.operand_ids.extend(operands)
-        new.metadata.CopyFrom(like.metadata)
+        new.metadata.stack_frame_id = like.metadata.stack_frame_id
         return new
 
     def delete(self, instruction) -> None:

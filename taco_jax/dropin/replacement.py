@@ -32,7 +32,7 @@ class RecordedError(Exception):
 
 
 class Request(NamedTuple):
-    """A collective over `place` of operands of these local shapes.
+    """A collective over `place` of operands of these local shapes; a sum of several is one message.
 
     dimension: that is scattered, gathered or exchanged. perm: (source, destination) among the ranks of the axes.
     """
@@ -60,6 +60,10 @@ def run(request: Request, *xs):
     axes = axes[0] if len(axes) == 1 else axes
     (x, *_) = xs
     match request.operation:
+        case "all_reduce" if len(xs) > 1:
+            y = taco_jax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes, compression=compression)
+            ends = np.cumsum([x.size for x in xs])
+            return tuple(y[end - x.size : end].reshape(x.shape) for x, end in zip(xs, ends))
         case "all_reduce":
             return taco_jax.psum(x, axes, compression=compression)
         case "reduce_scatter":
@@ -178,10 +182,10 @@ def _program(request: Request, name: str):
     return jax.jit(program), operands
 
 
-def inline(replacement: Replacement, into: Computation, before, operands: Sequence[int], label: str) -> list:
+def inline(replacement: Replacement, into: Computation, before, operands: Sequence[int], op_name: str) -> list:
     """Copies a replacement's instructions in front of `before`, reading these operands. Returns those of its results.
 
-    label: what is added to the op_name of `before`, whose metadata the copies get.
+    op_name: of the copies, which else have the metadata of `before`.
     """
     source, module = replacement.module, into.module
     entry = source.entry
@@ -189,7 +193,7 @@ def inline(replacement: Replacement, into: Computation, before, operands: Sequen
     called: dict[int, int] = {}
     metadata = type(before.metadata)()
     metadata.CopyFrom(before.metadata)
-    metadata.op_name = f"{before.metadata.op_name}/{label}"
+    metadata.op_name = op_name
     copies = []
     for instruction in entry.proto.instructions:
         if instruction.opcode == "parameter":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
@@ -104,10 +105,21 @@ class _Choice:
 
     def __init__(self, operation: str, **fields):
         self.operation = operation
-        self.own_slice = self.replacement = self.rule = None
+        self.own_slice = self.rule = None
         self.place: Place | None = None
+        self.request: Request | None = None
+        self.message: _Message | None = None
         self.reason = ""
         self.__dict__.update(fields)
+
+
+class _Message:
+    """The replacement of a part, or of several parts of a combined sum that go in one message."""
+
+    def __init__(self, replacement: Replacement, shares: dict[int, float]):
+        """shares: of what is sent, by part."""
+        self.replacement, self.shares = replacement, shares
+        self.results: dict[int, object] | None = None
 
 
 class _Editor:
@@ -119,7 +131,37 @@ class _Editor:
         self.rules: set[int] = set()
 
     def choose(self, collective: Collective) -> list[_Choice]:
-        return [self._choose(collective, part) for part in collective.parts]
+        choices = [self._choose(collective, part) for part in collective.parts]
+        joined: dict[tuple, list[int]] = {}
+        for n, choice in enumerate(choices):
+            if choice.request is not None:
+                # XLA has combined sums of small arrays, as of gradients: they stay one message.
+                alone = (
+                    choice.own_slice
+                    or choice.operation != "all_reduce"
+                    or choice.request.compression.codecs[0].per_token
+                )
+                key = (n,) if alone else (choice.request.compression, choice.request.dtype, choice.request.place)
+                joined.setdefault(key, []).append(n)
+        for parts in joined.values():
+            self._send(collective, choices, parts)
+        return choices
+
+    def _send(self, collective: Collective, choices: Sequence[_Choice], parts: Sequence[int]) -> None:
+        """Finds the replacement of parts that go in one message, where that sends less than they do."""
+        first = choices[parts[0]]
+        shapes = tuple(shape for n in parts for shape in choices[n].request.shapes)
+        found = find(first.request._replace(shapes=shapes))
+        sizes = {n: _size(collective, collective.parts[n]) for n in parts}
+        total = sum(sizes.values())
+        if found.codec == "none" or found.sent >= SENT[first.operation](total, _ranks(first.place)):
+            for n in parts:
+                codec = first.request.compression.codecs[0].name
+                choices[n].reason = f"{sizes[n]:,} bytes, of which {codec} would send no fewer"
+            return
+        message = _Message(found, {n: found.sent * size / total for n, size in sizes.items()})
+        for n in parts:
+            choices[n].message = message
 
     def _choose(self, collective: Collective, part) -> _Choice:
         operation, own = collective.operation, None
@@ -187,6 +229,10 @@ class _Editor:
         if size < least:
             return f"{size:,} bytes, below min_bytes={least:,}"
         dimension = choice.own_slice.dimension if choice.own_slice else collective.dimension
+        dims = tuple(shape.dimensions[d] for d in order)
+        # Messages are padded: of very few values nothing is saved, in whatever message they are.
+        if ranks * codec.of(dims).wire_bytes(-(-math.prod(dims) // ranks)) >= nbytes(shape):
+            return f"{size:,} bytes, of which {codec.name} would send no fewer"
         request = Request(
             operation, choice.place, dtype_name(shape),
             tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression,
@@ -199,10 +245,7 @@ class _Editor:
             and operation in ("reduce_scatter", "all_gather", "all_to_all")
         ):
             return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"
-        found = find(request)
-        if found.codec == "none" or found.sent >= SENT[operation](size, ranks):
-            return f"{size:,} bytes, of which {codec.name} would send no fewer"
-        choice.replacement = found
+        choice.request = request
         return ""
 
     def _least(self, rule: Rule, codec: str, ranks: int, place: Place) -> int:
@@ -215,14 +258,14 @@ class _Editor:
 
     def apply(self, collective: Collective, choices: Sequence[_Choice], runs: int) -> None:
         """Puts the replacements in and lists the sites."""
-        for part, choice in zip(collective.parts, choices):
-            self.sites.append(self._site(collective, part, choice, runs))
-        if not any(choice.replacement for choice in choices):
+        for n, choice in enumerate(choices):
+            self.sites.append(self._site(collective, n, choice, runs))
+        if not any(choice.message for choice in choices):
             return
         old, computation = collective.instruction, collective.computation
         results = [
-            self._put(collective, part, choice) if choice.replacement else None
-            for part, choice in zip(collective.parts, choices)
+            self._put(collective, choices, choice.message)[n] if choice.message else None
+            for n, choice in enumerate(choices)
         ]
         if len(collective.parts) == 1:
             ((part,), (choice,), (result,)) = collective.parts, choices, results
@@ -277,25 +320,30 @@ class _Editor:
         computation.replace_uses(value.id, first_id)
         computation.delete(value)
 
-    def _put(self, collective: Collective, part, choice: _Choice):
-        """Copies the replacement in front of the collective. Returns the instruction that is the part's result."""
+    def _put(self, collective: Collective, choices: Sequence[_Choice], message: _Message) -> dict[int, object]:
+        """Copies a message's replacement in front of the collective, once. Returns the result's instruction by part."""
+        if message.results is not None:
+            return message.results
         computation, old = collective.computation, collective.instruction
         operands = []
-        for id in part.operands:
-            shape = computation.instructions[id].shape
-            operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
-        label = f"taco_jax.{choice.operation}[{choice.replacement.codec}]"
-        results = inline(choice.replacement, computation, old, operands, label)
-        shapes = _arrays(part.shape)
+        for n in message.shares:
+            for id in collective.parts[n].operands:
+                shape = computation.instructions[id].shape
+                operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
+        numbers = list(message.shares)
+        first, choice = collective.parts[numbers[0]], choices[numbers[0]]
+        op_name = f"{first.op_name}/taco_jax.{choice.operation}[{message.replacement.codec}]"
+        results = inline(message.replacement, computation, old, operands, op_name)
         if choice.own_slice:
-            shapes = [self._sliced(part.shape, choice.own_slice)]
-        results = [r if _is_plain(s) else _bitcast(computation, old, s, r.id) for r, s in zip(results, shapes)]
-        if part.shape.tuple_shapes:
-            (result,) = [computation.make(old, "tuple", part.shape, [r.id for r in results], like=old)]
+            shapes = [self._sliced(first.shape, choice.own_slice)]
         else:
-            (result,) = results
-        result.control_predecessor_ids.extend(old.control_predecessor_ids)
-        return result
+            shapes = [shape for n in numbers for shape in _arrays(collective.parts[n].shape)]
+        results = [r if _is_plain(s) else _bitcast(computation, old, s, r.id) for r, s in zip(results, shapes)]
+        if first.shape.tuple_shapes:
+            results = [computation.make(old, "tuple", first.shape, [r.id for r in results], like=old)]
+        results[0].control_predecessor_ids.extend(old.control_predecessor_ids)
+        message.results = dict(zip(numbers, results, strict=True))
+        return message.results
 
     def _sliced(self, shape, own):
         """The shape of each device's part, in the sum's own dtype."""
@@ -304,26 +352,22 @@ class _Editor:
         cut.dimensions[:] = own.computation.instructions[own.slice_id].shape.dimensions
         return cut
 
-    def _site(self, collective: Collective, part, choice: _Choice, runs: int) -> Site:
+    def _site(self, collective: Collective, n: int, choice: _Choice, runs: int) -> Site:
+        part, message = collective.parts[n], choice.message
         shape = collective.computation.instructions[part.operands[0]].shape
-        size = _size(collective, part)
         ranks = len(collective.groups[0]) if collective.groups else 2
-        before = SENT[choice.operation](size, ranks)
-        found: Replacement | None = choice.replacement
+        before = SENT[choice.operation](_size(collective, part), ranks)
         return Site(
             self.module.name, part.op_name, choice.operation, choice.place.axes if choice.place else (),
             part.direction, dtype_name(shape), tuple(shape.dimensions), runs, before,
-            found.sent if found else before, found.codec if found else "none", choice.reason,
+            message.shares[n] if message else before, message.replacement.codec if message else "none", choice.reason,
             choice.rule is not None and choice.rule.compression is not None,
         )  # fmt: skip
 
 
 def _ranks(place: Place) -> int:
     sizes = dict(zip(place.mesh.axis_names, place.mesh.devices.shape))
-    ranks = 1
-    for axis in place.axes:
-        ranks *= sizes[axis]
-    return ranks
+    return math.prod(sizes[axis] for axis in place.axes)
 
 
 def _size(collective: Collective, part) -> int:
