@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"evaluate", "generate", "plot", "serve", "tune"}
+COMMANDS = {"evaluate", "generate", "plot", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
