@@ -61,9 +61,8 @@ def collectives(module: Module, partitions: int, meshes) -> list[Collective]:
     found = []
     for computation in module.bodies():
         for instruction in list(computation.proto.instructions):
-            opcode = instruction.opcode.removesuffix("-start")
-            if opcode in OPERATIONS:
-                found.append(_read(module, computation, instruction, OPERATIONS[opcode], partitions, meshes))
+            if instruction.opcode.removesuffix("-start") in OPERATIONS:
+                found.append(_read(computation, instruction, partitions, meshes))
     return found
 
 
@@ -94,22 +93,21 @@ def take_apart(module: Module) -> bool:
     return found
 
 
-def _read(module, computation, instruction, operation, partitions, meshes) -> Collective:
-    perms: tuple = ()
+def _read(computation: Computation, instruction, partitions: int, meshes) -> Collective:
+    operation = OPERATIONS[instruction.opcode.removesuffix("-start")]
+    groups, perms = (), ()
     if operation == "collective_permute":
         pairs = [(pair.source, pair.target) for pair in instruction.source_target_pairs]
         found = permutation_places(pairs, meshes)
-        groups, at, perms = (), tuple(p for p, _ in found), tuple(perm for _, perm in found)
+        at, perms = tuple(place for place, _ in found), tuple(perm for _, perm in found)
     else:
         groups = groups_of(instruction, partitions)
-        ordered = operation != "all_reduce"
-        at = tuple(places(groups, meshes, ordered=ordered))
-    parts = _parts(computation, instruction, operation)
-    why = "XLA has made it asynchronous already" if instruction.opcode.endswith("-start") else ""
+        at = tuple(places(groups, meshes, ordered=operation != "all_reduce"))
     dims = instruction.dimensions
     return Collective(
-        computation, instruction, operation, groups, at, parts, dims[0] if dims else 0, perms,
-        why or _why_exact(module, computation, instruction, operation, groups, at),
+        computation, instruction, operation, groups, at,
+        parts=_parts(computation, instruction, operation), dimension=dims[0] if dims else 0, perms=perms,
+        why_exact=_why_exact(computation, instruction, operation, groups),
     )  # fmt: skip
 
 
@@ -134,9 +132,11 @@ def _apart(op_name: str, count: int) -> list[str]:
     return [match[1] + name + match[3] for name in names] if len(names) == count else [op_name] * count
 
 
-def _why_exact(module, computation, instruction, operation, groups, at) -> str:
+def _why_exact(computation: Computation, instruction, operation: str, groups: Groups) -> str:
+    if instruction.opcode.endswith("-start"):
+        return "XLA has made it asynchronous already"
     if operation in ("all_reduce", "reduce_scatter"):
-        reducer = module.computation(instruction.called_computation_ids[0])
+        reducer = computation.module.computation(instruction.called_computation_ids[0])
         if reducer.root.opcode != "add":
             return f"its reduction is {reducer.root.opcode}, not a sum"
     if operation in ("all_reduce", "reduce_scatter", "all_gather") and not instruction.use_global_device_ids:

@@ -80,12 +80,12 @@ def is_argument(module: Module, computation: Computation, id: int) -> bool:
     return False
 
 
-def evaluate(module: Module, computation: Computation, id: int, partition: int, path=(), depth: int = 64):
+def evaluate(module: Module, computation: Computation, id: int, partition: int, *, path=(), depth: int = 64):
     """A small integer value as numpy on one device, None where it is not a function of the device alone."""
     if depth == 0:
         return None
     instruction = computation.instructions[id]
-    again = lambda operand: evaluate(module, computation, operand, partition, (), depth - 1)
+    again = lambda operand: evaluate(module, computation, operand, partition, depth=depth - 1)
     dims = tuple(instruction.shape.dimensions)
     match opcode := instruction.opcode:
         case "partition-id":
@@ -119,4 +119,4 @@ def evaluate(module: Module, computation: Computation, id: int, partition: int, 
             function = COMPARISONS[instruction.comparison_direction] if opcode == "compare" else ARITHMETIC[opcode]
             return function(*values)
     at = source(module, computation, id, path)
-    return None if at is None else evaluate(module, *at[:2], partition, at[2], depth - 1)
+    return None if at is None else evaluate(module, *at[:2], partition, path=at[2], depth=depth - 1)

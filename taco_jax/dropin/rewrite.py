@@ -233,17 +233,13 @@ class _Editor:
         # Messages are padded: of very few values nothing is saved, in whatever message they are.
         if ranks * codec.of(dims).wire_bytes(-(-math.prod(dims) // ranks)) >= nbytes(shape):
             return f"{size:,} bytes, of which {codec.name} would send no fewer"
+        cut = operation in ("reduce_scatter", "all_gather", "all_to_all")
         request = Request(
             operation, choice.place, dtype_name(shape),
-            tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression,
-            order.index(dimension) if operation in ("reduce_scatter", "all_gather", "all_to_all") else 0,
-            collective.perms[n] if collective.perms else (),
+            shapes=tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression=compression,
+            dimension=order.index(dimension) if cut else 0, perm=collective.perms[n] if collective.perms else (),
         )  # fmt: skip
-        if (
-            codec.per_token
-            and request.dimension == len(order) - 1
-            and operation in ("reduce_scatter", "all_gather", "all_to_all")
-        ):
+        if codec.per_token and cut and request.dimension == len(order) - 1:
             return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"
         choice.request = request
         return ""
@@ -357,11 +353,13 @@ class _Editor:
         shape = collective.computation.instructions[part.operands[0]].shape
         ranks = len(collective.groups[0]) if collective.groups else 2
         before = SENT[choice.operation](_size(collective, part), ranks)
+        rule = choice.rule
         return Site(
-            self.module.name, part.op_name, choice.operation, choice.place.axes if choice.place else (),
-            part.direction, dtype_name(shape), tuple(shape.dimensions), runs, before,
-            message.shares[n] if message else before, message.replacement.codec if message else "none", choice.reason,
-            choice.rule is not None and choice.rule.compression is not None,
+            program=self.module.name, op_name=part.op_name, operation=choice.operation,
+            axes=choice.place.axes if choice.place else (), direction=part.direction, dtype=dtype_name(shape),
+            shape=tuple(shape.dimensions), runs=runs, before=before,
+            after=message.shares[n] if message else before, codec=message.replacement.codec if message else "none",
+            reason=choice.reason, named=rule is not None and rule.compression is not None,
         )  # fmt: skip
 
 
