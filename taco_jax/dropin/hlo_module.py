@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
-from taco_jax.dropin.hlo_proto import ModuleProto
+from taco_jax.dropin.hlo_proto import PRED, ModuleProto
 
 # An instruction's id holds its computation's id above these bits.
 LOCAL_BITS = 32
@@ -54,6 +54,33 @@ class Computation:
 
     def operands(self, instruction) -> list:
         return [self.instructions[i] for i in instruction.operand_ids]
+
+    def trips(self, loop) -> int:
+        """The trips of a while instruction: as XLA has found, or of a counter that goes up by 1; else 1.
+
+        On CUDA XLA looks for them after the hook.
+        """
+        try:
+            return int(json.loads(loop.backend_config)["known_trip_count"]["n"])
+        except (ValueError, KeyError, TypeError):
+            return self._counted(loop) or 1
+
+    def _counted(self, loop) -> int | None:
+        condition, body = (self.module.computation(id) for id in _condition_first(self.module, loop))
+        test = condition.root
+        if test.opcode != "compare" or test.comparison_direction != "LT":
+            return None
+        counter, limit = condition.operands(test)
+        if counter.opcode != "get-tuple-element" or body.root.opcode != "tuple":
+            return None
+        place, start = counter.tuple_index, self.instructions[loop.operand_ids[0]]
+        step = body.instructions[body.root.operand_ids[place]]
+        if step.opcode != "add" or start.opcode != "tuple":
+            return None
+        numbers = [_number(i) for i in (limit, self.instructions[start.operand_ids[place]])]
+        by_one = any(_number(i) == 1 for i in body.operands(step))
+        old = any(i.opcode == "get-tuple-element" and i.tuple_index == place for i in body.operands(step))
+        return numbers[0] - numbers[1] if by_one and old and None not in numbers else None
 
     def add(self, before, like=None, *, id: int | None = None):
         """A new instruction, a copy of `like`, in front of the instruction `before`.
@@ -202,7 +229,7 @@ class Module:
         total = 0
         for caller, id in self.callers.get(computation.proto.id, ()):
             instruction = caller.instructions[id]
-            total += self.runs(caller) * (trips(instruction) if instruction.opcode == "while" else 1)
+            total += self.runs(caller) * (caller.trips(instruction) if instruction.opcode == "while" else 1)
         return max(total, 1)
 
     def serialize(self) -> bytes:
@@ -212,9 +239,13 @@ class Module:
         return self.proto.SerializeToString()
 
 
-def trips(loop) -> int:
-    """The trips of a while instruction, 1 where XLA does not know them."""
-    try:
-        return int(json.loads(loop.backend_config)["known_trip_count"]["n"])
-    except (ValueError, KeyError, TypeError):
-        return 1
+def _condition_first(module: Module, loop) -> list[int]:
+    """Ids of a loop's condition and body: the condition returns a truth value."""
+    return sorted(loop.called_computation_ids, key=lambda id: module.computation(id).root.shape.element_type != PRED)
+
+
+def _number(instruction) -> int | None:
+    """The value of a scalar integer constant."""
+    literal = instruction.literal
+    values = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+    return values[0] if instruction.opcode == "constant" and len(values) == 1 else None

@@ -7,8 +7,12 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 
+import jax
+
 import taco_jax
+from taco_jax.compression import tuned
 from taco_jax.dropin import compat
+from taco_jax.dropin.mesh_axes import live_meshes
 from taco_jax.dropin.plan import DropInPlan, parse_plan
 from taco_jax.dropin.replacement import record
 from taco_jax.dropin.report import History, Report
@@ -21,7 +25,7 @@ class _Hooks:
     """The plans in force, and the one callback that serves them all."""
 
     def __init__(self):
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._in_threads: dict[int, list[DropInPlan]] = {}
         self._everywhere: list[DropInPlan] = []
         self._histories: dict[DropInPlan, History] = {}
@@ -65,7 +69,7 @@ class _Hooks:
             if self._registered or not self._used:
                 return
             self._registered = True
-        compat.register(self._callback)
+            compat.register(self._callback)
 
     def _on_lowered(self) -> None:
         plan = self.plan(threading.get_ident())
@@ -80,7 +84,13 @@ class _Hooks:
 
     def _cache_key(self) -> str:
         plan = self.plan(threading.get_ident())
-        return "" if plan is None else f"taco_jax {taco_jax.__version__} {plan!r}"
+        if plan is None:
+            return ""
+        # All that decides what a module becomes.
+        meshes = sorted({(mesh.axis_names, mesh.devices.shape) for mesh in live_meshes()})
+        file = tuned.path(jax.default_backend())
+        measured = file.read_text() if file is not None and file.is_file() else ""
+        return f"taco_jax {taco_jax.__version__} {plan!r} {meshes} {measured}"
 
     def _callback(self, serialized: bytes) -> bytes | None:
         name = _module_name(serialized)

@@ -51,16 +51,17 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: its sites, the numbers of the plan's rules that fitted one, the axes of its meshes.
+    """A compiled program: its sites, the numbers of the plan's rules that fitted one, the axes of the process's meshes.
 
-    id: of the module as it came, equal for equal ones.
+    id: of the module as it came, equal for equal ones. axes: (name, whether it has
+    several of the program's devices).
     """
 
     id: str
     name: str
     sites: tuple[Site, ...]
     rules: frozenset[int]
-    axes: frozenset[str]
+    axes: frozenset[tuple[str, bool]]
 
 
 def note(plan: DropInPlan, program: Program) -> str:
@@ -93,7 +94,7 @@ class History:
             return
         sites = (Site(**s | {"axes": tuple(s["axes"]), "shape": tuple(s["shape"])}) for s in found["sites"])
         program = Program(
-            found["id"], found["program"], tuple(sites), frozenset(found["rules"]), frozenset(found["axes"])
+            found["id"], found["program"], tuple(sites), frozenset(found["rules"]), frozenset(map(tuple, found["axes"]))
         )
         with self._lock:
             self._programs.setdefault(program.id, program)
@@ -167,8 +168,10 @@ class Report:
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
         matched = {n for program in self._programs() for n in program.rules}
+        wide = {axis for program in self._programs() for axis, several in program.axes if several}
         for n, rule in enumerate(self.plan.rules):
-            if n not in matched:
+            # Nothing goes over an axis of one device.
+            if n not in matched and wide & set(rule.axes):
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
                 )
@@ -181,7 +184,7 @@ class Report:
                 )
 
     def _check_axes(self) -> None:
-        found = {axis for program in self._programs() for axis in program.axes}
+        found = {axis for program in self._programs() for axis, _ in program.axes}
         for axes in self.plan.axes if found else ():
             for axis in axes:
                 if axis not in found:

@@ -49,7 +49,8 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     runs = [module.runs(c.computation) for c in found]
     for (collective, chosen), times in zip(choices, runs):
         editor.apply(collective, chosen, times)
-    names = {name for mesh in made for name in mesh.axis_names}
+    wide = {name for mesh in meshes for name, size in mesh.shape.items() if size > 1}
+    names = {(name, name in wide) for mesh in made for name in mesh.axis_names}
     id = hashlib.sha256(serialized).hexdigest()[:16]
     written = note(plan, Program(id, module.name, tuple(editor.sites), frozenset(editor.rules), frozenset(names)))
     history.add(written)

@@ -76,7 +76,7 @@ def test_a_stack_of_layers(link):
         ("all_reduce", ("tensor",), "backward"),
         ("reduce_scatter", ("data",), "backward"),
     }
-    assert {s.dtype for s in found if s.compressed} == {"bfloat16"}
+    assert {(s.dtype, s.runs) for s in found if s.compressed} == {("bfloat16", LAYERS)}
     # Weights are gathered as they are; all else that is sent is u8, by NCCL or inside of kernels.
     sent = {dtype for opcode, dtype in large(compiled) if opcode != "all-gather"}
     assert sent == ({"u8"} if link == "nccl" else set()) and kernels(compiled)

@@ -195,7 +195,7 @@ def test_an_axis_that_the_mesh_has_with_one_device():
     on = mesh(a=1, b=4)
     x = rows(on)
     f = manual(lambda x: lax.psum(x, "b"), on)
-    _, _, found = run(f, (x,), {"b+a": "int8h"})
+    _, _, found = run(f, (x,), {"b+a": "int8h", "a": "int8h"})
     assert share(found) == 1 and found[0].axes == ("b",)
 
 
