@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import jax
 
+import pallas_kernels
 import taco_jax
 from taco_jax.compression import tuned
 from taco_jax.dropin import compat
@@ -18,6 +22,7 @@ from taco_jax.dropin.replacement import record
 from taco_jax.dropin.report import History, Report
 from taco_jax.dropin.rewrite import donates, read_note, rewrite
 
+PROGRAM_FOLDERS = ("codec", "collectives", "compression", "dropin")
 OPCODES = (b"all-reduce", b"reduce-scatter", b"all-gather", b"all-to-all", b"collective-permute")
 
 
@@ -90,7 +95,7 @@ class _Hooks:
         meshes = sorted({(mesh.axis_names, mesh.devices.shape) for mesh in live_meshes()})
         file = tuned.path(jax.default_backend())
         measured = file.read_text() if file is not None and file.is_file() else ""
-        return f"taco_jax {taco_jax.__version__} {plan!r} {meshes} {measured}"
+        return f"taco_jax {taco_jax.__version__} {_source_digest()} {plan!r} {meshes} {measured}"
 
     def _callback(self, serialized: bytes) -> bytes | None:
         name = _module_name(serialized)
@@ -121,6 +126,17 @@ class _Hooks:
                 "taco_jax.install a plan for all threads, or give the functions different names"
             )
         return plans.pop()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of the files that make programs: a checkout changes without its version."""
+    own = Path(taco_jax.__file__).parent
+    digest = hashlib.sha256()
+    for folder in (*map(own.joinpath, PROGRAM_FOLDERS), Path(pallas_kernels.__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _loaded_notes() -> list[str]:
