@@ -5,8 +5,7 @@ from faults.mutant import Mutant
 
 KINDS = {
     "codec": codec.MUTANTS,
-    "collectives": collectives.MUTANTS,
-    "dropin": dropin.MUTANTS,
+    "collectives": (*collectives.MUTANTS, *dropin.MUTANTS),
     "models": models.MUTANTS,
     "training": training.MUTANTS,
     "inference": inference.MUTANTS,
