@@ -1,11 +1,11 @@
 """The seeded faults that `tests/mutants.py` applies: one table for each part of the project."""
 
-from faults import codec, collectives, inference, kernels, models, training
+from faults import codec, collectives, dropin, inference, kernels, models, training
 from faults.mutant import Mutant
 
 KINDS = {
     "codec": codec.MUTANTS,
-    "collectives": collectives.MUTANTS,
+    "collectives": (*collectives.MUTANTS, *dropin.MUTANTS),
     "models": models.MUTANTS,
     "training": training.MUTANTS,
     "inference": inference.MUTANTS,

@@ -15,7 +15,7 @@ BLOCKS = [(page.name, code) for page in PAGES for code in blocks(page, "python")
 
 
 def test_there_is_something_to_test():
-    assert [name for name, _ in BLOCKS] == ["README.md", "layers.md", "layers.md"]
+    assert [name for name, _ in BLOCKS] == ["README.md", "drop-in.md", "layers.md", "layers.md"]
     (quickstart, *_) = blocks(PAGES[0], "bash")
     assert "pip install . && " in quickstart
     assert "python -m taco_jax.train --config experiments/quickstart.py" in quickstart
@@ -35,6 +35,10 @@ def test_python_block_runs(number, run_python):
     if "adam" in code:
         losses = [float(line.split()[1]) for line in result.stdout.splitlines()]
         assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+    elif "taco_jax.compressed" in code:
+        *report, error = result.stdout.splitlines()
+        assert re.fullmatch(r"relative error of the gradient: 0\.0[0-3]\d", error) and float(error[-5:]) > 0
+        assert re.fullmatch(r"tensor: [\d,]+ bytes before, [\d,]+ after, 3\.\d\d times fewer", report[-2])
     else:
         assert re.fullmatch(r"relative error of the compressed sum: 0\.0\d\d\n", result.stdout)
 

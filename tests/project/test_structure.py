@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"evaluate", "generate", "plot", "serve", "tune"}
+COMMANDS = {"evaluate", "generate", "plot", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
@@ -94,6 +94,7 @@ SHORT = {
         "linen.py": FACADE,
         "mesh.py": "imported by everything that has devices",
         "plot.py": ENTRY,
+        "run.py": ENTRY,
         "serve.py": ENTRY,
         "tensor_parallel.py": FACADE,
         "train/__main__.py": ENTRY,

@@ -1,0 +1,141 @@
+"""The command: another program, a module or a script, whose collectives go compressed.
+
+python -m taco_jax.run --compress tensor=int8h --require 0.95 -- -m some.package.train config.yml
+python -m taco_jax.run --compress tensor=int8h fsdp/reduce_scatter=int8h -- train.py --steps 10
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from taco_jax.config import ConfigError, cli
+
+DESCRIPTION = """Run a program with compressed collectives, without a changed line.
+
+What follows -- is the program: -m MODULE ARGUMENTS, or SCRIPT.py ARGUMENTS. At its end the report says what was
+compressed; exit code 1 if that is nothing, or less than --require."""
+USAGE = "give the program after --, such as: -- -m some.package.train config.yml, or: -- train.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The compression of the program after --."""
+
+    compress: tuple[str, ...] = ()
+    """AXIS=CODEC, AXIS/OPERATION=CODEC or AXIS/PATTERN=CODEC, several times: tensor=int8h fsdp/reduce_scatter=int8h.
+    fsdp+tensor is of collectives over both axes at once; patterns are of op_name, such as '*layers/mlp*'."""
+    min_bytes: int | None = None
+    """Collectives of fewer bytes stay exact; None: as tuned for codec, ranks and link."""
+    require: float | None = None
+    """Least share, 0 to 1, of the bytes that are named that must be compressed."""
+    report: str | None = None
+    """File that the report is written to; None: standard error."""
+    devices: str | None = None
+    """'cpu:8' emulates eight devices on the CPU; None takes what JAX finds."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs the command line's program. Returns the exit code; ConfigError for what is wrong before it starts."""
+    ours, dashes, program = _split(args)
+    config = cli.parse_flags(RunConfig(), ours, prog="python -m taco_jax.run", description=DESCRIPTION)
+    plan = _checked(config)
+    if not dashes or not program:
+        raise ConfigError(f"no program; {USAGE}")
+    start = _program(program)
+    cli.select_devices(config.devices)
+    import taco_jax
+    from taco_jax.dropin import DropInError, MissingHookError
+
+    try:
+        installed = taco_jax.install(plan, min_bytes=config.min_bytes, require=config.require)
+    except MissingHookError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        start()
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    finally:
+        # While the plan is in force still: what the program does at its end is a part of it.
+        _write(config.report, str(installed.report))
+    try:
+        installed.check()
+    except DropInError as error:
+        cli.say(cli.error_line(error), sys.stderr)
+        return 1
+    return 0
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """(arguments before --, whether there is one, those after)."""
+    args = list(args)
+    if "--" not in args:
+        return args, False, []
+    at = args.index("--")
+    return args[:at], True, args[at + 1 :]
+
+
+def _checked(config: RunConfig) -> dict:
+    """The plan. Raises ConfigError for values that cannot be."""
+    from taco_jax.dropin.plan import parse_plan, parse_text
+
+    if not config.compress:
+        raise ConfigError("compress: must name an axis and a codec, such as --compress tensor=int8h")
+    if config.require is not None and not 0 <= config.require <= 1:
+        raise ConfigError(f"require={config.require:g}: must be a share from 0 to 1")
+    try:
+        plan = parse_text(config.compress)
+        parse_plan(plan, config.min_bytes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"compress: {error}" if "min_bytes" not in str(error) else str(error)) from None
+    if config.report is not None:
+        folder = Path(config.report).parent
+        if not folder.is_dir() or Path(config.report).is_dir():
+            raise ConfigError(f"report={config.report}: must be a file in a folder that exists")
+    return plan
+
+
+def _program(program: Sequence[str]):
+    """A function that runs the program as Python would. Raises ConfigError where there is none."""
+    head, *rest = program
+    if head == "-m":
+        if not rest:
+            raise ConfigError(f"-m: needs a module; {USAGE}")
+        module, *arguments = rest
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError(f"-m {module}: no such module here; {USAGE}")
+
+        def start():
+            sys.argv = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+        return start
+    if not Path(head).is_file():
+        raise ConfigError(f"{head}: no such file; {USAGE}")
+
+    def start():
+        sys.argv = [head, *rest]
+        sys.path[0] = str(Path(head).resolve().parent)
+        runpy.run_path(head, run_name="__main__")
+
+    return start
+
+
+def _write(file: str | None, text: str) -> None:
+    import jax
+
+    if jax.process_index() != 0:
+        return
+    if file is None:
+        cli.say(text, sys.stderr)
+    else:
+        Path(file).write_text(text + "\n")

@@ -1,0 +1,179 @@
+"""The plan: which collectives, by mesh axis, operation and op_name, go in which codec."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from taco_jax.codec import Codec, as_codec
+from taco_jax.compression.compression import Compression, as_compression
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "collective_permute")
+SPELLINGS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "ppermute": "collective_permute"}
+FORM = 'a plan is {axis: codec}, or {axis: {operation or pattern of op_name: codec}}, such as {"tensor": "int8h"}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line of a plan.
+
+    Attributes:
+      axes: the mesh axes, one or several that are summed over together.
+      operation: one of `OPERATIONS`, or None: all.
+      pattern: shell-style, of the whole op_name, or None: all.
+      compression: None leaves the collective exact.
+    """
+
+    axes: tuple[str, ...]
+    operation: str | None
+    pattern: str | None
+    compression: Compression | None
+
+    @property
+    def text(self) -> str:
+        """The rule's left side as `--compress` takes it: "fsdp/reduce_scatter"."""
+        return "/".join(filter(None, ("+".join(self.axes), self.operation, self.pattern)))
+
+    def matches(self, operation: str, op_name: str) -> bool:
+        if self.operation not in (None, operation):
+            return False
+        return self.pattern is None or fnmatch.fnmatchcase(op_name, self.pattern)
+
+
+@dataclasses.dataclass(frozen=True)
+class DropInPlan:
+    """Rules, the most special first: those of op_name, of an operation, of an axis; else in the order of the mapping.
+
+    min_bytes: of collectives whose own `Compression` leaves it open; None: as tuned for codec, ranks and link.
+    """
+
+    rules: tuple[Rule, ...]
+    min_bytes: int | None = None
+
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(rule.axes for rule in self.rules))
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans, in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
+    """The plan of a mapping.
+
+    Raises:
+      TypeError, ValueError: in one line, with the axis, the value and what would work.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        raise TypeError(f"plan={plan!r}: {FORM}")
+    rules: list[Rule] = []
+    for key, value in plan.items():
+        axes = _axes(key)
+        for operation, pattern, codec in _lines(axes, value):
+            rule = Rule(axes, operation, pattern, None)
+            rules.append(dataclasses.replace(rule, compression=_compression(rule.text, codec)))
+    rules.sort(key=lambda rule: (rule.pattern is None, rule.operation is None))
+    # Compression checks the number, and says what it must be.
+    return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes)
+
+
+def parse_text(lines: Iterable[str]) -> dict:
+    """The mapping of texts AXIS[+AXIS...][/OPERATION][/PATTERN]=CODEC. Raises ValueError in one line."""
+    plan: dict = {}
+    for line in lines:
+        left, equals, codec = line.partition("=")
+        axis, _, rest = left.partition("/")
+        if not (equals and axis and codec):
+            raise ValueError(f"{line!r}: must be AXIS=CODEC or AXIS/OPERATION=CODEC, such as tensor=int8h")
+        lines_of_axis = plan.setdefault(axis, {})
+        head, _, pattern = rest.partition("/")
+        if _operation(head) is None:
+            head, pattern = "", rest
+        if (head, pattern) in lines_of_axis:
+            raise ValueError(f"{line!r}: {left} is given twice")
+        lines_of_axis[head, pattern] = codec
+    return {axis: _nested(lines_of_axis) for axis, lines_of_axis in plan.items()}
+
+
+def _nested(lines: Mapping[tuple[str, str], str]) -> dict:
+    """{operation or pattern: codec or {pattern: codec}} of {(operation or "", pattern or ""): codec}."""
+    nested: dict = {}
+    for (operation, pattern), codec in lines.items():
+        if operation:
+            nested.setdefault(operation, {})[pattern or "*"] = codec
+        else:
+            nested[pattern or "*"] = codec
+    return nested
+
+
+def _axes(key) -> tuple[str, ...]:
+    axes = tuple(key.split("+")) if isinstance(key, str) else key
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(a, str) and a for a in axes):
+        raise TypeError(f"plan: axis {key!r}: must be the name of a mesh axis, or several, such as 'fsdp+tensor'")
+    return axes
+
+
+def _operation(name: str) -> str | None:
+    name = SPELLINGS.get(name, name).replace("-", "_")
+    return name if name in OPERATIONS else None
+
+
+def _lines(axes, value):
+    """(operation, pattern, codec) of what stands under an axis."""
+    if not isinstance(value, Mapping):
+        yield None, None, value
+        return
+    for key, codec in value.items():
+        if not isinstance(key, str) or not key:
+            raise TypeError(f"plan: {'+'.join(axes)}: {key!r}: must be an operation or a pattern of op_name")
+        operation = _operation(key)
+        if operation is None and not set(key) & set("*?[/"):
+            raise ValueError(
+                f"plan: {'+'.join(axes)}: {key!r} is no operation ({', '.join(OPERATIONS)}); "
+                f"a pattern of op_name has wildcards, such as '*{key}*'"
+            )
+        if isinstance(codec, Mapping):
+            if operation is None:
+                raise TypeError(f"plan: {'+'.join(axes)}: {key!r}: a pattern has a codec, not a mapping")
+            for pattern, inner in codec.items():
+                yield operation, None if pattern == "*" else pattern, inner
+        else:
+            yield operation, None if operation or key == "*" else key, codec
+
+
+def _compression(text: str, value) -> Compression | None:
+    """The compression of a line. Raises ValueError for a codec that needs what a compiled program does not keep."""
+    if not isinstance(value, str | Codec | Compression | None):
+        raise TypeError(f"plan: {text}: {value!r}: must be a codec's name, a Codec, a Compression, 'none' or None")
+    try:
+        compression = as_compression(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"plan: {text}: {error}") from None
+    if compression is None:
+        return None
+    if compression.error_feedback:
+        raise ValueError(f"plan: {text}: error_feedback=True keeps errors from step to step, and a program that is not "
+                         "ours has no place for them; leave it out")  # fmt: skip
+    for codec in (*compression.codecs, *filter(None, [compression.between])):
+        if codec.rounding == "stochastic":
+            raise ValueError(f"plan: {text}: rounding='stochastic' needs a new key at every step; use 'nearest'")
+        if codec.scale == "site" and not codec.exact:
+            raise ValueError(f"plan: {text}: scale='site' needs scales that are calibrated from step to step; use a "
+                             "codec with scales of its own, such as 'int8h', 'e4m3h' or 'taco'")  # fmt: skip
+    return compression
+
+
+def directed(compression: Compression, direction: str) -> Compression:
+    """The compression with the codec of this direction for both, to send every message."""
+    codec = compression.codecs[direction == "backward"]
+    return dataclasses.replace(compression, forward=codec, backward=codec, min_bytes=0)
+
+
+def is_uncalibrated(compression: Compression | None) -> bool:
+    """Returns whether a codec is meant in the form without a site scale that it has elsewhere."""
+    relative = ("ue5m3", "e5m0", "e4m0")
+    return compression is not None and any(as_codec(c).scale in relative for c in compression.codecs if not c.exact)

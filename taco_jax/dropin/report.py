@@ -1,0 +1,246 @@
+"""The report of a plan: every collective of the programs compiled under it, and why those are exact that are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from taco_jax.dropin.compat import FIRST
+from taco_jax.dropin.plan import DropInPlan, is_uncalibrated
+
+
+class DropInError(RuntimeError):
+    """The plan did not do what it says. One line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One collective of a compiled program.
+
+    Attributes:
+      program: the module's name. op_name: where it comes from, JAX's name stack.
+      operation: one of `plan.OPERATIONS`. axes: mesh axes, () where the groups are none.
+      direction: "backward" of what is transposed, else "forward".
+      dtype, shape: of what is reduced, gathered or sent, on one device.
+      runs: in one run of the program, as far as the trips of its loops are known.
+      before, after: bytes that one device sends in one run of the collective.
+      codec: "none" where it stayed exact; reason: why.
+      named: whether the plan says something of it.
+    """
+
+    program: str
+    op_name: str
+    operation: str
+    axes: tuple[str, ...]
+    direction: str
+    dtype: str
+    shape: tuple[int, ...]
+    runs: int
+    before: float
+    after: float
+    codec: str = "none"
+    reason: str = ""
+    named: bool = False
+
+    @property
+    def compressed(self) -> bool:
+        return self.codec != "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its sites, the numbers of the plan's rules that fitted one, the axes of the process's meshes.
+
+    id: of the module as it came, equal for equal ones. axes: (name, whether it has
+    several of the program's devices).
+    """
+
+    id: str
+    name: str
+    sites: tuple[Site, ...]
+    rules: frozenset[int]
+    axes: frozenset[tuple[str, bool]]
+
+
+def note(plan: DropInPlan, program: Program) -> str:
+    """Returns what `History.add` takes, as text that a compiled program keeps."""
+    return json.dumps(
+        {
+            "plan": plan.digest, "id": program.id, "program": program.name,
+            "sites": [dataclasses.asdict(site) for site in program.sites], "rules": sorted(program.rules),
+            "axes": sorted(program.axes),
+        }
+    )  # fmt: skip
+
+
+class History:
+    """The programs that this process has compiled under a plan, or loaded from the persistent compilation cache."""
+
+    def __init__(self, plan: DropInPlan, notes: Callable[[], Iterable[str]] = tuple):
+        """notes: those (`note`) of all programs that are loaded, as programs from the persistent cache bring them."""
+        self.plan = plan
+        self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
+        self._notes = notes
+        self._programs: dict[str, Program] = {}
+        self._unread = False
+        self._lock = threading.RLock()
+
+    def add(self, note: str) -> None:
+        """Lists the program of a note of this plan; one that is listed stays as it is."""
+        found = json.loads(note)
+        if found["plan"] != self.plan.digest:
+            return
+        sites = (Site(**s | {"axes": tuple(s["axes"]), "shape": tuple(s["shape"])}) for s in found["sites"])
+        program = Program(
+            found["id"], found["program"], tuple(sites), frozenset(found["rules"]), frozenset(map(tuple, found["axes"]))
+        )
+        with self._lock:
+            self._programs.setdefault(program.id, program)
+
+    def add_cached(self) -> None:
+        """A program came from the persistent compilation cache."""
+        self._unread = True
+
+    def programs(self) -> list[Program]:
+        with self._lock:
+            if self._unread:
+                self._unread = False
+                for note in self._notes():
+                    self.add(note)
+            return list(self._programs.values())
+
+
+class Report:
+    """The collectives of the programs that were compiled under a plan in a block. `print(report)` shows them.
+
+    Where none was compiled, because a block of an equal plan had compiled them before: those of all such blocks.
+    """
+
+    def __init__(self, history: History):
+        self.plan = history.plan
+        self._history = history
+        self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
+        self._closed: list[Program] | None = None
+
+    def close(self) -> None:
+        """Returns what is compiled from now on is not of this report."""
+        self._closed = self._programs()
+
+    def _programs(self) -> list[Program]:
+        if self._closed is not None:
+            return self._closed
+        everything = self._history.programs()
+        return everything[self._first :] or everything
+
+    @property
+    def sites(self) -> list[Site]:
+        return [site for program in self._programs() for site in program.sites]
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of the modules with collectives."""
+        return [program.name for program in self._programs()]
+
+    def bytes(self, axes: str | tuple[str, ...] | None = None, *, named: bool = False) -> tuple[float, float]:
+        """(before, after): bytes that one device sends over these axes, all programs run once.
+
+        named: only collectives that the plan names.
+        """
+        wanted = (axes,) if isinstance(axes, str) else axes
+        found = [s for s in self.sites if (wanted is None or set(s.axes) == set(wanted)) and (s.named or not named)]
+        return sum(s.before * s.runs for s in found), sum(s.after * s.runs for s in found)
+
+    def share(self, axes: str | tuple[str, ...] | None = None) -> float:
+        """The share of the bytes of collectives that the plan names that is compressed; 0 where there are none."""
+        wanted = (axes,) if isinstance(axes, str) else axes
+        named = [s for s in self.sites if s.named and (wanted is None or set(s.axes) == set(wanted))]
+        total = sum(s.before * s.runs for s in named)
+        return sum(s.before * s.runs for s in named if s.compressed) / total if total else 0.0
+
+    def check(self, require: float | Mapping[str, float] | None = None) -> None:
+        """Raises DropInError where the plan did not do what it says.
+
+        require: the least share of `share`, of every axis of the plan or of each by name.
+        """
+        self._check_axes()
+        if not any(site.compressed for site in self.sites):
+            raise DropInError(f"nothing was compressed: {self._why_nothing()}")
+        matched = {n for program in self._programs() for n in program.rules}
+        wide = {axis for program in self._programs() for axis, several in program.axes if several}
+        for n, rule in enumerate(self.plan.rules):
+            # Nothing goes over an axis of one device.
+            if n not in matched and wide & set(rule.axes):
+                raise DropInError(
+                    f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
+                )
+        for axes in self.plan.axes if require is not None else ():
+            least = require if not isinstance(require, Mapping) else require.get("+".join(axes), 0.0)
+            if (share := self.share(axes)) < least:
+                raise DropInError(
+                    f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
+                    f"{self._reasons(axes)}"
+                )
+
+    def _check_axes(self) -> None:
+        found = {axis for program in self._programs() for axis, _ in program.axes}
+        for axes in self.plan.axes if found else ():
+            for axis in axes:
+                if axis not in found:
+                    known = ", ".join(sorted(found))
+                    raise DropInError(f"plan: axis {axis!r} is of no mesh of the programs; their axes are {known}")
+
+    def _why_nothing(self) -> str:
+        asked, handed = self._history.asked - self._asked, self._history.handed - self._handed
+        if not self.programs and asked and not handed:
+            return (
+                f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or "
+                "they came from a cache"
+            )
+        if not self.programs:
+            return (
+                "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
+                "`with`, over a mesh of several devices"
+            )
+        return self._reasons(None)
+
+    def _reasons(self, axes) -> str:
+        reasons: dict[str, float] = {}
+        for site in self.sites:
+            if not site.compressed and (axes is None or set(site.axes) == set(axes)):
+                reasons[site.reason] = reasons.get(site.reason, 0.0) + site.before * site.runs
+        ranked = sorted(reasons, key=lambda reason: -reasons[reason])
+        return "; ".join(ranked[:3]) or "no collectives"
+
+    def _listed(self, axes) -> str:
+        found = sorted({f"{s.operation} of {s.op_name}" for s in self.sites if set(s.axes) == set(axes)})
+        return ", ".join(found[:3]) + (" and more" if len(found) > 3 else "") if found else "none"
+
+    def __str__(self) -> str:
+        """A line for each kind of collective, largest first, then a line for each axis."""
+        lines = [
+            f"{'bytes':>12} {'sent':>12} {'runs':>5}  {'codec':<8} {'axis':<10} {'direction':<9} operation, op_name"
+        ]
+        rows: dict[tuple, list] = {}
+        for site in self.sites:
+            key = (site.codec, site.axes, site.direction, site.operation, site.op_name, site.reason)
+            row = rows.setdefault(key, [0.0, 0.0, 0])
+            row[0] += site.before * site.runs
+            row[1] += site.after * site.runs
+            row[2] += site.runs
+        for key, (before, after, runs) in sorted(rows.items(), key=lambda item: -item[1][0]):
+            codec, axes, direction, operation, op_name, reason = key
+            name = "exact" if codec == "none" else codec
+            why = f" ({reason})" if reason else ""
+            lines.append(
+                f"{before:12,.0f} {after:12,.0f} {runs:5}  {name:<8} {'+'.join(axes) or '-':<10} {direction:<9} "
+                f"{operation} {op_name}{why}"
+            )
+        for axes in self.plan.axes:
+            before, after = self.bytes(axes)
+            ratio = f", {before / after:.2f} times fewer" if after else ""
+            lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
+        if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
+            lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
+        return "\n".join(lines)

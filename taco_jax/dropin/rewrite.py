@@ -1,0 +1,403 @@
+"""Replaces a module's collectives by compressed ones, as the plan says. Returns what became of each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from taco_jax.compression import tuned
+from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin.collective_forms import Collective
+from taco_jax.dropin.hlo_module import Module
+from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
+from taco_jax.dropin.mesh_axes import Place, live_meshes, of_devices, places
+from taco_jax.dropin.plan import DropInPlan, Rule, directed
+from taco_jax.dropin.replacement import Replacement, Request, find, inline
+from taco_jax.dropin.report import History, Program, Site, note
+
+NOTE = "taco_jax_drop_in"
+
+# What one device sends of n bytes among p ranks, exactly; of a gather, n of the result.
+SENT = {
+    "all_reduce": lambda n, p: 2 * n * (p - 1) / p,
+    "reduce_scatter": lambda n, p: n * (p - 1) / p,
+    "all_gather": lambda n, p: n * (p - 1) / p,
+    "all_to_all": lambda n, p: n * (p - 1) / p,
+    "collective_permute": lambda n, p: float(n),
+}
+
+
+def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | None:
+    """The module with its collectives compressed, None where it has none. Lists all of them in the history."""
+    module = Module(serialized)
+    assignment = module.proto.device_assignment
+    devices = [i for replica in assignment.devices for i in replica.ids[:1]]
+    if len(devices) < 2:
+        return None
+    made = live_meshes()
+    meshes = of_devices(made, devices)
+    if collective_forms.take_apart(module):
+        module = Module(module.serialize())
+    if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
+        module = Module(module.serialize())
+    found = collective_forms.collectives(module, len(devices), meshes)
+    if not found:
+        return None
+    editor = _Editor(module, plan)
+    choices = [(c, editor.choose(c)) for c in found]
+    runs = [module.runs(c.computation) for c in found]
+    for (collective, chosen), times in zip(choices, runs):
+        editor.apply(collective, chosen, times)
+    wide = {name for mesh in meshes for name, size in mesh.shape.items() if size > 1}
+    names = {(name, name in wide) for mesh in made for name in mesh.axis_names}
+    id = hashlib.sha256(serialized).hexdigest()[:16]
+    written = note(plan, Program(id, module.name, tuple(editor.sites), frozenset(editor.rules), frozenset(names)))
+    history.add(written)
+    _write_note(module, written)
+    return module.serialize()
+
+
+def _write_note(module: Module, written: str) -> None:
+    """Leaves the note in the program, where the persistent compilation cache keeps it: at its first argument."""
+    if 0 in module.entry.parameters:
+        first = module.entry.instructions[module.entry.parameters[0]]
+        first.frontend_attributes.map.add(key=NOTE, value=written)
+
+
+def read_note(serialized: bytes) -> str | None:
+    """The note of a compiled module, None of one that was compiled without a plan."""
+    if NOTE.encode() not in serialized:
+        return None
+    entry = Module(serialized).entry
+    for attribute in entry.instructions[entry.parameters[0]].frontend_attributes.map:
+        if attribute.key == NOTE:
+            return attribute.value
+    return None
+
+
+def donates(serialized: bytes) -> bool:
+    """Returns whether a module writes results into the memory of its arguments."""
+    proto = ModuleProto.FromString(serialized)
+    return bool(proto.input_output_alias or proto.buffer_donor)
+
+
+def _merges(collective: Collective, plan: DropInPlan) -> bool:
+    """Returns whether sums of an all-reduce's results become sums of its operands: where the plan compresses it."""
+    if collective.why_exact:
+        return False
+    rule, _ = _rule(collective, collective.parts[0], plan, "all_reduce")
+    return rule is not None and rule.compression is not None
+
+
+def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
+    """The plan's rule for a collective, and which of its places it is for."""
+    for n, place in enumerate(collective.places):
+        wide = {a for a, size in zip(place.mesh.axis_names, place.mesh.devices.shape) if size > 1}
+        for rule in plan.rules:
+            of_rule = frozenset(rule.axes) & wide
+            if of_rule == frozenset(place.axes) and rule.matches(operation, part.op_name):
+                return rule, n
+    return None, 0
+
+
+class _Choice:
+    """The decision about one part of a collective."""
+
+    def __init__(self, operation: str, **fields):
+        self.operation = operation
+        self.own_slice = self.rule = None
+        self.place: Place | None = None
+        self.request: Request | None = None
+        self.message: _Message | None = None
+        self.reason = ""
+        self.__dict__.update(fields)
+
+
+class _Message:
+    """The replacement of a part, or of several parts of a combined sum that go in one message."""
+
+    def __init__(self, replacement: Replacement, shares: dict[int, float]):
+        """shares: of what is sent, by part."""
+        self.replacement, self.shares = replacement, shares
+        self.results: dict[int, object] | None = None
+
+
+class _Editor:
+    """The changes of one module. First every collective is looked at as it came, then all are changed."""
+
+    def __init__(self, module: Module, plan: DropInPlan):
+        self.module, self.plan = module, plan
+        self.sites: list[Site] = []
+        self.rules: set[int] = set()
+
+    def choose(self, collective: Collective) -> list[_Choice]:
+        choices = [self._choose(collective, part) for part in collective.parts]
+        joined: dict[tuple, list[int]] = {}
+        for n, choice in enumerate(choices):
+            if choice.request is not None:
+                # XLA has combined sums of small arrays, as of gradients: they stay one message.
+                alone = (
+                    choice.own_slice
+                    or choice.operation != "all_reduce"
+                    or choice.request.compression.codecs[0].per_token
+                )
+                key = (n,) if alone else (choice.request.compression, choice.request.dtype, choice.request.place)
+                joined.setdefault(key, []).append(n)
+        for parts in joined.values():
+            self._send(collective, choices, parts)
+        return choices
+
+    def _send(self, collective: Collective, choices: Sequence[_Choice], parts: Sequence[int]) -> None:
+        """Finds the replacement of parts that go in one message, where that sends less than they do."""
+        first = choices[parts[0]]
+        shapes = tuple(shape for n in parts for shape in choices[n].request.shapes)
+        found = find(first.request._replace(shapes=shapes))
+        sizes = {n: _size(collective, collective.parts[n]) for n in parts}
+        total = sum(sizes.values())
+        if found.codec == "none" or found.sent >= SENT[first.operation](total, _ranks(first.place)):
+            for n in parts:
+                codec = first.request.compression.codecs[0].name
+                choices[n].reason = f"{sizes[n]:,} bytes, of which {codec} would send no fewer"
+            return
+        message = _Message(found, {n: found.sent * size / total for n, size in sizes.items()})
+        for n in parts:
+            choices[n].message = message
+
+    def _choose(self, collective: Collective, part) -> _Choice:
+        operation, own = collective.operation, None
+        if operation == "all_reduce" and not collective.why_exact and len(part.values) == 1:
+            own = self._own_slice(collective, part)
+            operation = "reduce_scatter" if own else operation
+        choice = _Choice(operation)
+        if collective.places:
+            choice.place = collective.places[0]
+        rule, n = _rule(collective, part, self.plan, operation)
+        if rule is not None:
+            choice.rule, choice.place = rule, collective.places[n]
+            self.rules.add(self.plan.rules.index(rule))
+        choice.reason = collective.why_exact or self._why_unnamed(collective, choice)
+        if choice.reason:
+            return choice
+        choice.own_slice = own
+        choice.reason = self._fit(collective, part, choice, n)
+        return choice
+
+    def _own_slice(self, collective: Collective, part):
+        """The slice of a sum over ranks in the order of an axis."""
+        for place in collective.places:
+            ordered = places(collective.groups, [place.mesh], ordered=True)
+            if any(p.axes == place.axes for p in ordered):
+                return sum_and_slice.find(self.module, collective.computation, part.values[0], collective.groups)
+        return None
+
+    def _why_unnamed(self, collective: Collective, choice: _Choice) -> str:
+        if choice.rule is not None:
+            return "" if choice.rule.compression is not None else "the plan says so"
+        if not collective.places:
+            return "its groups are no axes of the program's meshes"
+        axes = choice.place.axes
+        if len(axes) > 1 and any(set(rule.axes) & set(axes) for rule in self.plan.rules):
+            return f"it goes over {' and '.join(axes)} at once; the plan would name them together, {'+'.join(axes)!r}"
+        return "the plan does not name it"
+
+    def _fit(self, collective: Collective, part, choice: _Choice, n: int) -> str:
+        """Finds the replacement of one part. Returns why there is none, else ""."""
+        computation, operation = collective.computation, choice.operation
+        operands = [computation.instructions[i] for i in part.operands]
+        shape = operands[0].shape
+        if dtype_name(shape) not in FLOATS.values():
+            return f"its values are {dtype_name(shape) or 'no numbers'}"
+        if not shape.dimensions:
+            return "a scalar"
+        if any(shape.is_dynamic_dimension):
+            return "its shape is dynamic"
+        if not part.values:
+            return "nothing reads it"
+        if operation == "all_gather" and choice.rule.operation is None and choice.rule.pattern is None:
+            if dataflow.is_argument(self.module, computation, part.operands[0]):
+                return "it gathers an argument of the program (weights), which a plan names by operation: all_gather"
+        compression = directed(choice.rule.compression, part.direction)
+        codec = compression.codecs[0]
+        if codec.exact:
+            return "the plan says so"
+        order = _order(shape)
+        if any(_order(s) != order for s in _arrays(part.shape)):
+            return "its layout changes on the way"
+        ranks = _ranks(choice.place)
+        size = _size(collective, part)
+        least = self._least(choice.rule, codec.name, ranks, choice.place)
+        if size < least:
+            return f"{size:,} bytes, below min_bytes={least:,}"
+        dimension = choice.own_slice.dimension if choice.own_slice else collective.dimension
+        dims = tuple(shape.dimensions[d] for d in order)
+        # Messages are padded: of very few values nothing is saved, in whatever message they are.
+        if ranks * codec.of(dims).wire_bytes(-(-math.prod(dims) // ranks)) >= nbytes(shape):
+            return f"{size:,} bytes, of which {codec.name} would send no fewer"
+        cut = operation in ("reduce_scatter", "all_gather", "all_to_all")
+        request = Request(
+            operation, choice.place, dtype_name(shape),
+            shapes=tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression=compression,
+            dimension=order.index(dimension) if cut else 0, perm=collective.perms[n] if collective.perms else (),
+        )  # fmt: skip
+        if codec.per_token and cut and request.dimension == len(order) - 1:
+            return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"
+        choice.request = request
+        return ""
+
+    def _least(self, rule: Rule, codec: str, ranks: int, place: Place) -> int:
+        """The size from which it pays, as collectives decide it."""
+        for least in (rule.compression.min_bytes, self.plan.min_bytes):
+            if least is not None:
+                return least
+        device = place.mesh.devices.flat[0]
+        return tuned.default_min_bytes(codec, ranks, device, link=rule.compression.link)
+
+    def apply(self, collective: Collective, choices: Sequence[_Choice], runs: int) -> None:
+        """Puts the replacements in and lists the sites."""
+        for n, choice in enumerate(choices):
+            self.sites.append(self._site(collective, n, choice, runs))
+        if not any(choice.message for choice in choices):
+            return
+        old, computation = collective.instruction, collective.computation
+        results = [
+            self._put(collective, choices, choice.message)[n] if choice.message else None
+            for n, choice in enumerate(choices)
+        ]
+        if len(collective.parts) == 1:
+            ((part,), (choice,), (result,)) = collective.parts, choices, results
+            if choice.own_slice:
+                sum_and_slice.put(computation, choice.own_slice, old.id, result)
+                computation.delete(old)
+            else:
+                computation.take_over(old, result)
+            return
+        self._keep_rest(collective, [n for n, result in enumerate(results) if result is None])
+        for part, choice, result in zip(collective.parts, choices, results):
+            if result is None:
+                continue
+            first, *others = (computation.instructions[i] for i in part.values)
+            if choice.own_slice:
+                sum_and_slice.put(computation, choice.own_slice, first.id, result)
+                computation.delete(first)
+                continue
+            computation.take_over(first, result)
+            for other in others:
+                self._read_instead(computation, other, first_id=part.values[0])
+        computation.delete(old)
+
+    def _keep_rest(self, collective: Collective, exact: list[int]) -> None:
+        """Sends those parts that stay exact in one collective, as before."""
+        if not exact:
+            return
+        old, computation = collective.instruction, collective.computation
+        rest = computation.add(old, old)
+        rest.name = self.module.fresh_name(old.name)
+        rest.operand_ids[:] = [collective.parts[n].operands[0] for n in exact]
+        shapes = [type(old.shape).FromString(old.shape.tuple_shapes[n].SerializeToString()) for n in exact]
+        if len(exact) == 1:
+            rest.shape.CopyFrom(shapes[0])
+            (part,) = (collective.parts[n] for n in exact)
+            for n, id in enumerate(part.values):
+                value = computation.instructions[id]
+                if n == 0:
+                    computation.take_over(value, rest)
+                else:
+                    self._read_instead(computation, value, first_id=part.values[0])
+            return
+        del rest.shape.tuple_shapes[:]
+        rest.shape.tuple_shapes.extend(shapes)
+        for place, n in enumerate(exact):
+            for id in collective.parts[n].values:
+                value = computation.instructions[id]
+                value.operand_ids[:], value.tuple_index = [rest.id], place
+
+    def _read_instead(self, computation, value, first_id: int) -> None:
+        """Lets the readers of `value` read the instruction `first_id`."""
+        computation.replace_uses(value.id, first_id)
+        computation.delete(value)
+
+    def _put(self, collective: Collective, choices: Sequence[_Choice], message: _Message) -> dict[int, object]:
+        """Copies a message's replacement in front of the collective, once. Returns the result's instruction by part."""
+        if message.results is not None:
+            return message.results
+        computation, old = collective.computation, collective.instruction
+        operands = []
+        for n in message.shares:
+            for id in collective.parts[n].operands:
+                shape = computation.instructions[id].shape
+                operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
+        numbers = list(message.shares)
+        first, choice = collective.parts[numbers[0]], choices[numbers[0]]
+        op_name = f"{first.op_name}/taco_jax.{choice.operation}[{message.replacement.codec}]"
+        results = inline(message.replacement, computation, old, operands, op_name)
+        if choice.own_slice:
+            shapes = [self._sliced(first.shape, choice.own_slice)]
+        else:
+            shapes = [shape for n in numbers for shape in _arrays(collective.parts[n].shape)]
+        results = [r if _is_plain(s) else _bitcast(computation, old, s, r.id) for r, s in zip(results, shapes)]
+        if first.shape.tuple_shapes:
+            results = [computation.make(old, "tuple", first.shape, [r.id for r in results], like=old)]
+        results[0].control_predecessor_ids.extend(old.control_predecessor_ids)
+        message.results = dict(zip(numbers, results, strict=True))
+        return message.results
+
+    def _sliced(self, shape, own):
+        """The shape of each device's part, in the sum's own dtype."""
+        cut = type(shape)()
+        cut.CopyFrom(shape)
+        cut.dimensions[:] = own.computation.instructions[own.slice_id].shape.dimensions
+        return cut
+
+    def _site(self, collective: Collective, n: int, choice: _Choice, runs: int) -> Site:
+        part, message = collective.parts[n], choice.message
+        shape = collective.computation.instructions[part.operands[0]].shape
+        ranks = len(collective.groups[0]) if collective.groups else 2
+        before = SENT[choice.operation](_size(collective, part), ranks)
+        rule = choice.rule
+        return Site(
+            program=self.module.name, op_name=part.op_name, operation=choice.operation,
+            axes=choice.place.axes if choice.place else (), direction=part.direction, dtype=dtype_name(shape),
+            shape=tuple(shape.dimensions), runs=runs, before=before,
+            after=message.shares[n] if message else before, codec=message.replacement.codec if message else "none",
+            reason=choice.reason, named=rule is not None and rule.compression is not None,
+        )  # fmt: skip
+
+
+def _ranks(place: Place) -> int:
+    sizes = dict(zip(place.mesh.axis_names, place.mesh.devices.shape))
+    return math.prod(sizes[axis] for axis in place.axes)
+
+
+def _size(collective: Collective, part) -> int:
+    """Bytes of the message as `min_bytes` counts them: of a gather, of its result."""
+    if collective.operation == "all_gather":
+        return nbytes(part.shape) if not collective.instruction.opcode.endswith("-start") else 0
+    return sum(nbytes(collective.computation.instructions[i].shape) for i in part.operands)
+
+
+def _arrays(shape) -> list:
+    return list(shape.tuple_shapes) or [shape]
+
+
+def _order(shape) -> tuple[int, ...]:
+    """Dims from the outermost in memory to the innermost."""
+    minor = list(shape.layout.minor_to_major)
+    return tuple(reversed(minor)) if minor else tuple(range(len(shape.dimensions)))
+
+
+def _is_plain(shape) -> bool:
+    return _order(shape) == tuple(range(len(shape.dimensions)))
+
+
+def _plain(shape):
+    """The shape of the same memory with its dims in their order in memory."""
+    plain = type(shape)()
+    plain.CopyFrom(shape)
+    plain.dimensions[:] = [shape.dimensions[d] for d in _order(shape)]
+    plain.layout.minor_to_major[:] = reversed(range(len(shape.dimensions)))
+    return plain
+
+
+def _bitcast(computation, before, shape, operand: int):
+    return computation.make(before, "bitcast", shape, [operand], like=before)

@@ -1,0 +1,11 @@
+"""Run another program with compressed collectives: `python -m taco_jax.run --compress tensor=int8h -- -m PACKAGE`."""
+
+from __future__ import annotations
+
+import sys
+
+from taco_jax.config import cli
+from taco_jax.dropin.command import main
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

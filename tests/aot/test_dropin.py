@@ -1,0 +1,97 @@
+"""Programs that are not ours under a plan, as XLA compiles them for H100s: there the hook runs before fusion, before
+sums of sums are merged and before a sum and a slice are made a reduce-scatter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot.instructions import collectives, kernels
+from aot.topology import devices
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import taco_jax
+from taco_jax.dropin import compat
+
+WIDTH, HIDDEN, TOKENS, LAYERS = 1024, 4096, 2048, 3
+
+
+@pytest.fixture(autouse=True)
+def for_cuda(monkeypatch):
+    """The plugin gets the hook although its backend has no device to start with."""
+    xla = compat.transformations()
+    register = functools.partial(xla.register_hlo_module_transformation, name=compat.NAME, platforms="cuda")
+    monkeypatch.setattr(compat, "register", register)
+    monkeypatch.setattr(
+        compat, "unregister", lambda: xla.clear_hlo_module_transformation(compat.NAME, platforms="cuda")
+    )
+
+
+def mesh(**axes):
+    grid = np.array(devices(int(np.prod(list(axes.values()))))).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def array(on, shape, *spec, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
+
+
+def compile(f, args, plan, **options):
+    """(compiled for CUDA under the plan, its sites)."""
+    with taco_jax.compressed(plan, **options) as report:
+        compiled = f.trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    return compiled, report.sites
+
+
+def large(compiled):
+    """(opcode, dtype) of the collectives of a program that are not of a few values."""
+    return {(opcode, dtype) for opcode, dtype, elements in collectives(compiled) if elements > 1024}
+
+
+@pytest.mark.parametrize("link", ["nccl", "nvlink"])
+def test_a_stack_of_layers(link):
+    codec = taco_jax.Compression("int4h", link=link)
+    on = mesh(data=2, tensor=4)
+    constraint = NamedSharding(on, P("data", None))
+
+    def layer(x, w):
+        y = jax.nn.gelu(x @ w[0]) @ w[1]
+        return x + jax.lax.with_sharding_constraint(y, constraint), None
+
+    def loss(ws, x):
+        return (jax.lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32) ** 2).mean()
+
+    ws = (
+        array(on, (LAYERS, WIDTH, HIDDEN), None, "data", "tensor"),
+        array(on, (LAYERS, HIDDEN, WIDTH), None, "tensor", "data"),
+    )
+    args = ws, array(on, (TOKENS, WIDTH), "data")
+    where = jax.tree.map(lambda x: x.sharding, args)
+    f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=(NamedSharding(on, P()), where))
+    compiled, found = compile(f, args, {"tensor": codec, "data": {"reduce_scatter": codec}}, min_bytes=0)
+    assert {(s.operation, s.axes, s.direction) for s in found if s.compressed} == {
+        ("all_reduce", ("tensor",), "forward"),
+        ("all_reduce", ("tensor",), "backward"),
+        ("reduce_scatter", ("data",), "backward"),
+    }
+    assert {(s.dtype, s.runs) for s in found if s.compressed} == {("bfloat16", LAYERS)}
+    # Weights are gathered as they are; all else that is sent is u8, by NCCL or inside of kernels.
+    sent = {dtype for opcode, dtype in large(compiled) if opcode != "all-gather"}
+    assert sent == ({"u8"} if link == "nccl" else set()) and kernels(compiled)
+
+
+def test_sums_of_sums_are_merged_first():
+    on = mesh(data=2, tensor=4)
+
+    def f(x, *ws):
+        return sum(jnp.tanh(x @ w).astype(jnp.float32).sum() for w in ws)
+
+    w = array(on, (WIDTH, WIDTH), None, "tensor")
+    args = array(on, (TOKENS, WIDTH), "data", None), w, w, w
+    compiled, (site,) = compile(
+        jax.jit(jax.grad(f)), args, {"tensor": taco_jax.Compression("int8h", link="nccl")}, min_bytes=0
+    )
+    assert site.operation == "all_reduce" and site.compressed
+    assert large(compiled) == {("all-to-all", "u8"), ("all-gather", "u8")}
