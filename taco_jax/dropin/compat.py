@@ -15,6 +15,7 @@ FIRST = "0.10.2"  # the first jax with transformations of modules
 # XLA of jax 0.10 forgets which arguments are donated when a module is transformed.
 KEEPS_DONATION = jax.__version_info__ >= (0, 11)
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # jax.monitoring's name of the event before compiling
+COMPILED = "/jax/core/compile/backend_compile_duration"  # and of the one after it, or after loading from a cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
@@ -56,13 +57,17 @@ def context():
 
 
 @contextlib.contextmanager
-def listening(on_lowered: Callable[[], None], on_cache_hit: Callable[[], None]) -> Iterator[None]:
-    """Calls `on_lowered` before a program is compiled, and `on_cache_hit` where it came from the persistent cache, in
-    the thread that asked for it."""
+def listening(
+    on_lowered: Callable[[], None], on_cache_hit: Callable[[], None], on_compiled: Callable[[], None]
+) -> Iterator[None]:
+    """Calls `on_lowered` before a program is compiled, `on_cache_hit` where the persistent cache has it, and
+    `on_compiled` once it is there, in the thread that asked for it."""
 
     def duration(event: str, seconds: float, **_) -> None:
         if event == LOWERED:
             on_lowered()
+        elif event == COMPILED:
+            on_compiled()
 
     def hit(event: str, **_) -> None:
         if event == CACHE_HIT:
@@ -126,10 +131,17 @@ def _compiles(frame) -> str | None:
     return None
 
 
-def loaded_modules() -> Iterator[bytes]:
-    """The modules of all programs that this process has loaded, serialized."""
+def loaded_modules(seen: set[bytes]) -> Iterator[bytes]:
+    """The modules of all programs that this process has loaded, serialized, but of those whose fingerprint is `seen`.
+
+    Adds the fingerprints of those that it gives.
+    """
     clients = {id(device.client): device.client for device in jax.local_devices()}
     for client in clients.values():
         for executable in client.live_executables():
+            if (fingerprint := executable.fingerprint) in seen:
+                continue
+            if fingerprint is not None:
+                seen.add(fingerprint)
             for module in executable.hlo_modules():
                 yield module.as_serialized_hlo_module_proto()

@@ -55,7 +55,7 @@ class _Hooks:
         with self._lock:
             self._used += 1
             if self._used == 1:
-                self._open.enter_context(compat.listening(self._on_lowered, self._on_cache_hit))
+                self._open.enter_context(compat.listening(self._on_lowered, self._on_cache_hit, self._on_compiled))
                 self._open.enter_context(compat.in_cache_key(self._cache_key))
         if now:
             self._register()
@@ -86,6 +86,11 @@ class _Hooks:
         plan = self.plan(threading.get_ident())
         if plan is not None:
             self.history(plan).add_cached()
+
+    def _on_compiled(self) -> None:
+        plan = self.plan(threading.get_ident())
+        if plan is not None:
+            self.history(plan).read_cached()
 
     def _cache_key(self) -> str:
         plan = self.plan(threading.get_ident())
@@ -139,8 +144,8 @@ def _source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _loaded_notes() -> list[str]:
-    return list(filter(None, map(read_note, compat.loaded_modules())))
+def _loaded_notes(seen: set[bytes]) -> list[str]:
+    return list(filter(None, map(read_note, compat.loaded_modules(seen))))
 
 
 def _module_name(serialized: bytes) -> str:

@@ -78,13 +78,14 @@ def note(plan: DropInPlan, program: Program) -> str:
 class History:
     """The programs that this process has compiled under a plan, or loaded from the persistent compilation cache."""
 
-    def __init__(self, plan: DropInPlan, notes: Callable[[], Iterable[str]] = tuple):
-        """notes: those (`note`) of all programs that are loaded, as programs from the persistent cache bring them."""
+    def __init__(self, plan: DropInPlan, notes: Callable[[set[bytes]], Iterable[str]] = lambda seen: ()):
+        """notes: gives those (`note`) of all programs that are loaded, as programs from the persistent cache bring
+        them, but of those in `seen`, to which it adds."""
         self.plan = plan
         self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
         self._notes = notes
         self._programs: dict[str, Program] = {}
-        self._unread = False
+        self._unread, self._seen = False, set()
         self._lock = threading.RLock()
 
     def add(self, note: str) -> None:
@@ -103,12 +104,17 @@ class History:
         """A program came from the persistent compilation cache."""
         self._unread = True
 
-    def programs(self) -> list[Program]:
+    def read_cached(self) -> None:
+        """Lists the programs from the persistent compilation cache while they are there: they may go before the end."""
         with self._lock:
             if self._unread:
                 self._unread = False
-                for note in self._notes():
+                for note in self._notes(self._seen):
                     self.add(note)
+
+    def programs(self) -> list[Program]:
+        with self._lock:
+            self.read_cached()
             return list(self._programs.values())
 
 
