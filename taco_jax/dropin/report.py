@@ -27,7 +27,7 @@ class Site:
       runs: in one run of the program, as far as the trips of its loops are known.
       before, after: bytes that one device sends in one run of the collective.
       codec: "none" where it stayed exact; reason: why.
-      named: whether the plan says something of it.
+      named: whether the plan says that it is to be compressed.
     """
 
     program: str

@@ -107,6 +107,7 @@ class _Choice:
     def __init__(self, operation: str, **fields):
         self.operation = operation
         self.own_slice = self.rule = None
+        self.gathers_weights = False  # and the plan names its axis alone, not the operation
         self.place: Place | None = None
         self.request: Request | None = None
         self.message: _Message | None = None
@@ -216,6 +217,7 @@ class _Editor:
             return "nothing reads it"
         if operation == "all_gather" and choice.rule.operation is None and choice.rule.pattern is None:
             if dataflow.is_argument(self.module, computation, part.operands[0]):
+                choice.gathers_weights = True
                 return "it gathers an argument of the program (weights), which a plan names by operation: all_gather"
         compression = directed(choice.rule.compression, part.direction)
         codec = compression.codecs[0]
@@ -355,12 +357,13 @@ class _Editor:
         ranks = len(collective.groups[0]) if collective.groups else 2
         before = SENT[choice.operation](_size(collective, part), ranks)
         rule = choice.rule
+        named = rule is not None and rule.compression is not None and not choice.gathers_weights
         return Site(
             program=self.module.name, op_name=part.op_name, operation=choice.operation,
             axes=choice.place.axes if choice.place else (), direction=part.direction, dtype=dtype_name(shape),
             shape=tuple(shape.dimensions), runs=runs, before=before,
             after=message.shares[n] if message else before, codec=message.replacement.codec if message else "none",
-            reason=choice.reason, named=rule is not None and rule.compression is not None,
+            reason=choice.reason, named=named,
         )  # fmt: skip
 
 

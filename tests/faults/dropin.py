@@ -70,6 +70,14 @@ MUTANTS = (
         ("tests/dropin/test_hook.py -k persistent_cache",),
     ),
     Mutant(
+        "drop-in-cached-report",
+        "programs from the persistent cache are listed at the end, when they may be gone",
+        "taco_jax/dropin/hook.py",
+        "            self.history(plan).read_cached()",
+        "            pass",
+        ("tests/dropin/test_hook.py -k persistent_cache",),
+    ),
+    Mutant(
         "drop-in-threads",
         "a plan is in force in every thread",
         "taco_jax/dropin/hook.py",

@@ -12,7 +12,7 @@ PLANS = {  # axes -> what goes compressed
     "tensor 4": ({"ici_tensor_parallelism": 4}, ["tensor=int8h"]),
     "fsdp 2 x tensor 2": (
         {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
-        ["tensor=int8h", "fsdp/all_reduce=int8h"],
+        ["tensor=int8h", "fsdp=int8h"],
     ),
 }
 
