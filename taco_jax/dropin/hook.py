@@ -83,14 +83,14 @@ class _Hooks:
             self.history(plan).asked += 1
 
     def _on_cache_hit(self) -> None:
-        plan = self.plan(threading.get_ident())
-        if plan is not None:
-            self.history(plan).add_cached()
+        thread = threading.get_ident()
+        if (plan := self.plan(thread)) is not None:
+            self.history(plan).loading(thread)
 
     def _on_compiled(self) -> None:
-        plan = self.plan(threading.get_ident())
-        if plan is not None:
-            self.history(plan).read_cached()
+        thread = threading.get_ident()
+        if (plan := self.plan(thread)) is not None:
+            self.history(plan).loaded(thread)
 
     def _cache_key(self) -> str:
         plan = self.plan(threading.get_ident())

@@ -85,7 +85,8 @@ class History:
         self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
         self._notes = notes
         self._programs: dict[str, Program] = {}
-        self._unread, self._seen = False, set()
+        self._loading: set[int] = set()  # threads in which a program comes from the cache
+        self._seen: set[bytes] = set()
         self._lock = threading.RLock()
 
     def add(self, note: str) -> None:
@@ -100,21 +101,21 @@ class History:
         with self._lock:
             self._programs.setdefault(program.id, program)
 
-    def add_cached(self) -> None:
-        """A program came from the persistent compilation cache."""
-        self._unread = True
-
-    def read_cached(self) -> None:
-        """Lists the programs from the persistent compilation cache while they are there: they may go before the end."""
+    def loading(self, thread: int) -> None:
+        """A program comes from the persistent compilation cache."""
         with self._lock:
-            if self._unread:
-                self._unread = False
+            self._loading.add(thread)
+
+    def loaded(self, thread: int) -> None:
+        """Lists a program that came from the cache while it is there: it may go before the report is read."""
+        with self._lock:
+            if thread in self._loading:
+                self._loading.remove(thread)
                 for note in self._notes(self._seen):
                     self.add(note)
 
     def programs(self) -> list[Program]:
         with self._lock:
-            self.read_cached()
             return list(self._programs.values())
 
 

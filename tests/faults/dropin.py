@@ -71,9 +71,9 @@ MUTANTS = (
     ),
     Mutant(
         "drop-in-cached-report",
-        "programs from the persistent cache are listed at the end, when they may be gone",
+        "programs from the persistent cache are not listed",
         "taco_jax/dropin/hook.py",
-        "            self.history(plan).read_cached()",
+        "            self.history(plan).loaded(thread)",
         "            pass",
         ("tests/dropin/test_hook.py -k persistent_cache",),
     ),
