@@ -59,12 +59,21 @@ def _of_mesh(listed) -> np.ndarray:
 
 def live_meshes() -> list[jax.sharding.Mesh]:
     """Every mesh that the program has made and not forgotten, in an order that does not depend on memory."""
-    found = {o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)}
+    found = [o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)]
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
-    found |= {
+    found += [
         a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
-    }
-    return sorted((m for m in found if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
+    ]
+    whole = {mesh for mesh in found if _is_made(mesh)}
+    return sorted((m for m in whole if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
+
+
+def _is_made(mesh) -> bool:
+    """Returns False for an object that another thread is making at the moment, whose attributes are not set yet."""
+    try:
+        return len(mesh.axis_names) == mesh.devices.ndim == len(mesh.axis_types) and mesh.size > 0
+    except AttributeError:
+        return False
 
 
 def _ids(mesh) -> tuple[int, ...]:

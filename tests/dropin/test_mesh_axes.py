@@ -97,3 +97,10 @@ def test_meshes_are_those_of_the_programs_devices():
     assert ours in (found := mesh_axes.of_devices(made, range(4))) and other not in found and turned not in found
     assert turned in mesh_axes.of_devices(made, (3, 2, 1, 0))
     assert np.prod([m.size for m in found]) == 4 ** len(found)
+
+
+def test_a_mesh_that_another_thread_is_making_is_left_out():
+    """Programs that compile in several threads make meshes while others look for them."""
+    on, half_made = mesh(data=2, tensor=4), object.__new__(jax.sharding.Mesh)
+    found = mesh_axes.live_meshes()
+    assert on in found and not any(m is half_made for m in found)
