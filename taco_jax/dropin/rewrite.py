@@ -172,7 +172,10 @@ class _Editor:
             operation = "reduce_scatter" if own else operation
         choice = _Choice(operation)
         if collective.places:
-            choice.place = collective.places[0]
+            # A program may have other meshes over the same devices: the plan speaks of this one.
+            planned = {axis for rule in self.plan.rules for axis in rule.axes}
+            of_plan = (place for place in collective.places if planned & set(place.mesh.axis_names))
+            choice.place = next(of_plan, collective.places[0])
         rule, n = _rule(collective, part, self.plan, operation)
         if rule is not None:
             choice.rule, choice.place = rule, collective.places[n]

@@ -45,6 +45,7 @@ def test_a_script(run):
     assert LINE in result.stderr
 
 
+@pytest.mark.slow
 def test_a_module_and_a_report_in_a_file(run, tmp_path):
     report = tmp_path / "report.txt"
     result = run(
@@ -63,9 +64,13 @@ def test_a_module_and_a_report_in_a_file(run, tmp_path):
     assert report.read_text().splitlines()[-1] == LINE
 
 
-def test_exit_codes(run):
+def test_the_exit_code_is_the_programs(run):
     base = ("--compress", "tensor=int8h", "--devices", "cpu:4")
     assert LINE in run(*base, "--", "here/script.py", "fails", check=7).stderr
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_a_plan_that_does_nothing(run):
     result = run(
         "--compress", "tensor=int8h", "--min-bytes", "1000000000", "--devices", "cpu:4", "--", "here/script.py", check=1
     )

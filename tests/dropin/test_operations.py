@@ -10,7 +10,7 @@ import pytest
 from dropin_programs import UNFUSED, check_close, check_equal, mesh, run, sharded, share, u8_share
 from hlo import counts, groups
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
@@ -44,10 +44,23 @@ SENDS = {
 }
 
 
-@pytest.mark.parametrize("operation", SENDS)
-@pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"b": 4, "c": 2}, {"b": 4}], ids=["inner", "outer", "alone"])
-def test_every_operation(operation, axes):
-    on = mesh(**axes)
+SLOW = pytest.mark.slow
+AXES = {"inner": {"a": 2, "b": 4}, "outer": {"b": 4, "c": 2}, "alone": {"b": 4}}
+# Each operation, and each place of the axis.
+FEW = {("all_reduce", "outer"), ("all_gather", "inner"), ("reduce_scatter", "inner"), ("all_to_all", "outer")}
+FEW |= {("collective_permute", "alone"), ("all_reduce", "alone")}
+
+
+@pytest.mark.parametrize(
+    "operation,place",
+    [
+        pytest.param(operation, place, marks=() if (operation, place) in FEW else SLOW)
+        for operation in SENDS
+        for place in AXES
+    ],
+)
+def test_every_operation(operation, place):
+    on = mesh(**AXES[place])
     x = rows(on)
     f = manual(functools.partial(SENDS[operation], a="b"), on)
     exact = f(x)
@@ -59,8 +72,14 @@ def test_every_operation(operation, axes):
     assert u8_share(compiled) == 1
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "reduce_scatter"])
-@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize(
+    "operation,order",
+    [
+        ("all_gather", ("b", "a")), ("all_to_all", ("a", "b")), ("reduce_scatter", ("b", "a")),
+        *(pytest.param(*case, marks=SLOW) for case in
+          [("all_gather", ("a", "b")), ("all_to_all", ("b", "a")), ("reduce_scatter", ("a", "b"))]),
+    ],
+)  # fmt: skip
 def test_two_axes_together_in_their_order(operation, order):
     on = mesh(a=2, b=4)
     x = rows(on, columns=1024)
@@ -71,7 +90,8 @@ def test_two_axes_together_in_their_order(operation, order):
 
 
 def test_sums_over_several_axes_are_named_together():
-    on = mesh(a=2, b=4)
+    """Also where another mesh has all of the devices along one axis."""
+    on, other = mesh(a=2, b=4), mesh(all=8)
     x = rows(on)
     f = manual(lambda x: lax.psum(x, ("a", "b")) + lax.psum(x, "a"), on)
     _, ours, found = run(f, (x,), {"a": "int8h"})
@@ -82,6 +102,7 @@ def test_sums_over_several_axes_are_named_together():
         _, ours, found = run(f, (x,), plan)
         assert {(s.axes, s.compressed) for s in found} == {(("a", "b"), True), (("a",), False)}
         check_close(f(x), ours, 0.01)
+    assert other.size == 8
 
 
 def test_what_is_never_compressed():
@@ -295,7 +316,8 @@ def test_a_slice_of_another_part_is_no_reduce_scatter():
 
 
 def test_a_permutation_that_is_not_of_one_axis_stays_exact():
-    on = mesh(a=2, b=4)
+    # In an order of devices that no other test's mesh has, of which it could be an axis.
+    on = Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = rows(on)
     pairs = [(i, (i + 3) % 8) for i in range(8)]
     f = manual(lambda x: lax.ppermute(x, ("a", "b"), pairs) + lax.psum(x, "b"), on)

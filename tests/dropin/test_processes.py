@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import dropin_process
+import pytest
 from helpers import REPOSITORY, cpu_environment
 from meetings import free_port
 
@@ -34,6 +35,7 @@ def results(processes):
     return [json.loads(line.removeprefix("JSON ")) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_processes_rewrite_alike(capsys):
     first, second = results(2)
     dropin_process.main(0, 0, 1)
