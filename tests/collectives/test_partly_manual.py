@@ -83,8 +83,18 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", COLLECTIVES)
+# Every collective on one kind of mesh by day, in turn.
+BY_DAY = {(name, bool(k % 2)) for k, name in enumerate(COLLECTIVES)}
+
+
+@pytest.mark.parametrize(
+    "name,explicit",
+    [
+        pytest.param(name, explicit, marks=() if (name, explicit) in BY_DAY else pytest.mark.slow)
+        for name in COLLECTIVES
+        for explicit in (False, True)
+    ],
+)
 def test_values_gradients_and_what_is_sent(name, explicit):
     mesh = make_mesh(dp=DP, tp=TP)
     x = x_of(mesh)
@@ -149,7 +159,9 @@ def test_copy_sums_the_gradient():
     assert 0 < relative(run(x, w), np.asarray(w).sum(0)) < 0.02
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: f], ids=["remat", "plain"])
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["remat", "plain"]
+)
 def test_in_a_scan(wrap):
     mesh = make_mesh(dp=DP, tp=TP)
     x = x_of(mesh)

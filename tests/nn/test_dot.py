@@ -88,8 +88,18 @@ def unsharded(name):
     return y, both
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", CASES)
+# Every case on one kind of mesh by day, in turn.
+BY_DAY = {(name, bool(k % 2)) for k, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize(
+    "name,explicit",
+    [
+        pytest.param(name, explicit, marks=() if (name, explicit) in BY_DAY else pytest.mark.slow)
+        for name in CASES
+        for explicit in (False, True)
+    ],
+)
 def test_values_and_gradients(name, explicit):
     kind, numbers, _, _, dim = case = CASES[name]
     mesh = make_mesh(dp=DP, tp=TP, explicit=explicit)
@@ -110,7 +120,7 @@ def test_values_and_gradients(name, explicit):
     check_sent(compiled)
 
 
-@pytest.mark.parametrize("name", ["column", "of_heads"])
+@pytest.mark.parametrize("name", ["column", pytest.param("of_heads", marks=pytest.mark.slow)])
 def test_in_scan_and_remat_inside_and_outside_a_region(name):
     kind, numbers, _, _, _ = case = CASES[name]
     mesh = make_mesh(dp=DP, tp=TP)
@@ -221,6 +231,7 @@ def test_layers_of_flax(twin):
     assert len(messages) == 2 * 4, "two hops of four sums"
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_of_flax():
     class Layer(nn.Module):
         dot: object

@@ -81,6 +81,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_stages(tmp_path, whole, capfd):
     """Three axes, and optimiser states of shares."""
     assert_same_curve(run(tmp_path, WHOLE, SHARES), whole)
