@@ -73,11 +73,11 @@ class Codec:
       block: elements that share one scale, a power of two from 8 to 512 (int3_4: to 256). Or "token": the last dim of
         what is sent, of any size (below 8 bits: one that fills whole bytes), without a rotation. A collective that
         cuts or joins that dim raises ValueError.
-      rotation: none, hadamard, signed_hadamard (of each block).
+      rotation: none, hadamard, signed_hadamard (of each block; experimental: no measurement shows what signs gain).
       scale: float32, bfloat16, e8m0, e5m0 and e4m0 (powers of two in 5 and 4 bits, relative to the site scale), ue5m3
-        (one byte, relative to the site scale), site (one power of two for the whole message), paper (the paper's two
-        float32: alpha before the rotation, s after it).
-      rounding: nearest (even) or stochastic (`encode` then needs a key).
+        (one byte, relative to the site scale), site (one power of two for the whole message; experimental: its accuracy
+        has not been measured), paper (the paper's two float32: alpha before the rotation, s after it).
+      rounding: nearest (even) or stochastic (`encode` then needs a key; experimental: no run has been trained with it).
       token: set by `of` alone: elements of a token, which are the block; 0 where blocks have a size of their own.
     """
 

@@ -87,8 +87,8 @@ class Compression:
         sending this one. The values are those of one piece, with two exceptions: stochastic rounding draws other noise,
         and with scale="site" and no calibrated exponent each piece has a scale of its own. None: the number tuned for
         the link, 1 where nothing was tuned.
-      exchange: how a message that sends another wire to every rank does it: all_to_all, or ring (P-1 permutations);
-        auto: as tuned, else all_to_all. The values are the same.
+      exchange: how a message that sends another wire to every rank does it: all_to_all, or ring (P-1 permutations;
+        experimental: no measurement shows it faster); auto: as tuned, else all_to_all. The values are the same.
       with_product: a layer's sum goes into the kernel of the product before it, where it goes over NVLink and both can
         (`taco_jax.collectives.matmul_psum`). Collectives by themselves ignore it.
       error_feedback: a decoder's row-parallel sum takes the error of the one before it along, and leaves its own to the
