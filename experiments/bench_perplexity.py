@@ -1,4 +1,4 @@
-"""What each codec costs a pretrained model: perplexity on held-out text with the sums over its ranks compressed.
+"""Measures what each codec costs a pretrained model: perplexity on held-out text with sums over its ranks compressed.
 
     python experiments/bench_perplexity.py --model SmolLM2-135M-Instruct.Q4_1.gguf --text val.jsonl.xz \
         --out experiments/results/perplexity_smollm2

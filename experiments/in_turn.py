@@ -67,7 +67,7 @@ class Programs:
         return self._built[name]
 
     def choices(self, name: str) -> dict[str, list[str]]:
-        """What runs the codecs of a program that can train: {"taco encode": ["nvlink"], ...}."""
+        """Returns what runs the codecs of a program that can train: {"taco encode": ["nvlink"], ...}."""
         return self._choices.get(name, {})
 
     def wait(self) -> None:

@@ -81,7 +81,7 @@ def make(config: str, kept: Path, flags: Sequence[str], *, timeout: float | None
 def experiment(
     config: str, flags: Sequence[str], own: Mapping[str, str], settings: Sequence[str] = (), *, validated: bool = True
 ) -> TrainConfig:
-    """What the trainer would make of a study's `settings` and of the `flags` to be handed on, checked before any run.
+    """Returns what the trainer makes of a study's `settings` and the `flags` to be handed on, checked before any run.
 
     own: the flags that this study sets beside NOT_HANDED_ON, each with what to do instead.
     validated: the study compares validation losses.

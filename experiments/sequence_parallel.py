@@ -1,4 +1,4 @@
-"""What sequence parallelism saves by length and by what is recomputed: memory of the compiled step, bytes sent.
+"""Measures what sequence parallelism saves by length and by what is recomputed: memory of the step, and bytes sent.
 
     python experiments/sequence_parallel.py --config experiments/qwen7b.py --out experiments/results/sequence_parallel
 

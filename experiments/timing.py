@@ -12,7 +12,7 @@ WARM_UP = 5  # rounds of `in_turn` that are not counted
 
 
 def seconds(program, *arguments, calls: int, programs: int, repeats: int) -> float:
-    """Of one of the `calls` that a compiled program makes: the median over repeats of so many programs queued."""
+    """Returns the seconds of one of a program's `calls`: the median over repeats of so many programs queued."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -182,6 +182,17 @@ class Geometry:
         return self.offset == 0 and self.stride in (None, self.per_message)
 
 
+def why_no_kernels(backend: str, fmt: Format, dtype: str) -> str | None:
+    """Returns why no kernel of a package has this element, scale, block or dtype; None where there may be one."""
+    if fmt.element not in KERNEL_ELEMENTS or fmt.scale not in KERNEL_SCALES:
+        return f"{backend} has no element {fmt.element!r} with scale {fmt.scale!r}"
+    if str(dtype) not in DTYPES:
+        return f"{backend} kernels take {', '.join(DTYPES)}, not {dtype}"
+    if fmt.block not in BLOCKS:
+        return f"{backend} kernels have blocks of {', '.join(map(str, BLOCKS))}, not {fmt.block}"
+    return None
+
+
 def check_operands(fmt: Format, geometry: Geometry, x=None, wires=None, *, rank=0, dtype=None) -> None:
     """Raises ValueError or TypeError where an operand is not what kernels take it for: they read and write beyond its
     end, or take its bytes for something else. A rank that is traced is not known here."""

@@ -19,14 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import (
-    BLOCKS,
-    DTYPES,
-    KERNEL_ELEMENTS,
-    KERNEL_SCALES,
     SCALE_BYTES,
     Format,
     Geometry,
     packing_parts,
+    why_no_kernels,
 )
 
 TILE_ROWS = 64  # the rows of one product of the tensor cores (wgmma m64)
@@ -146,12 +143,8 @@ def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry 
 
     geometry: or a count of elements.
     """
-    if fmt.element not in KERNEL_ELEMENTS or fmt.scale not in KERNEL_SCALES:
-        return f"mosaic has no element {fmt.element!r} with scale {fmt.scale!r}"
-    if str(dtype) not in DTYPES:
-        return f"mosaic kernels take {', '.join(DTYPES)}, not {dtype}"
-    if fmt.block not in BLOCKS:
-        return f"mosaic kernels have blocks of {', '.join(map(str, BLOCKS))}, not {fmt.block}"
+    if (reason := why_no_kernels("mosaic", fmt, dtype)) is not None:
+        return reason
     if fmt.block // packing_parts(fmt.bits) < 8:
         return f"mosaic packs parts of 8 elements and more, and a block of {fmt.block} in {fmt.bits} bits has smaller"
     need = _least_smem_bytes(fmt, operation, dtype, geometry.messages if isinstance(geometry, Geometry) else 1)

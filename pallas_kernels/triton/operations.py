@@ -15,15 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import (
-    BLOCKS,
-    DTYPES,
-    KERNEL_ELEMENTS,
-    KERNEL_SCALES,
     UNCALIBRATED,
     Format,
     Geometry,
     check_operands,
     check_seed,
+    why_no_kernels,
 )
 from pallas_kernels.triton.launch import Launch, capability, launch, multiprocessors
 from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuning
@@ -31,13 +28,7 @@ from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuni
 
 def why_unsupported(fmt: Format, operation: str, dtype: str) -> str | None:
     """Returns why `operation` (encode, reduce, decode) cannot run on GPUs from capability 8.0 on; None where it can."""
-    if fmt.element not in KERNEL_ELEMENTS or fmt.scale not in KERNEL_SCALES:
-        return f"triton has no element {fmt.element!r} with scale {fmt.scale!r}"
-    if str(dtype) not in DTYPES:
-        return f"triton kernels take {', '.join(DTYPES)}, not {dtype}"
-    if fmt.block not in BLOCKS:
-        return f"triton kernels have blocks of {', '.join(map(str, BLOCKS))}, not {fmt.block}"
-    return None
+    return why_no_kernels("triton", fmt, dtype)
 
 
 def encode(fmt: Format, geometry: Geometry, x, exponent=None, seed=None) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.formats import ELEMENTS, Element
+from pallas_kernels.formats import Element
 
 
 def _round(v: jax.Array, noise: jax.Array | None) -> jax.Array:
@@ -69,6 +69,3 @@ def from_codes(element: Element, codes: jax.Array) -> jax.Array:
 def _magnitude_code(element: Element, value: float) -> int:
     e = max(int(np.floor(np.log2(value))), element.min_exponent)
     return ((e - element.min_exponent) << element.mantissa) + int(value / 2.0 ** (e - element.mantissa))
-
-
-__all__ = ["ELEMENTS", "Element", "from_codes", "to_codes"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from reference_codec import SMALL_FLOATS, round_to
 
-from taco_jax.codec.elements import ELEMENTS, from_codes, to_codes
+from pallas_kernels.formats import ELEMENTS
+from taco_jax.codec.elements import from_codes, to_codes
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

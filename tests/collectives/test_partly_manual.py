@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import in_turn
 from helpers import make_mesh
 from jax import lax
 from jax.sharding import NamedSharding
@@ -83,18 +84,7 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-# Every collective on one kind of mesh by day, in turn.
-BY_DAY = {(name, bool(k % 2)) for k, name in enumerate(COLLECTIVES)}
-
-
-@pytest.mark.parametrize(
-    "name,explicit",
-    [
-        pytest.param(name, explicit, marks=() if (name, explicit) in BY_DAY else pytest.mark.slow)
-        for name in COLLECTIVES
-        for explicit in (False, True)
-    ],
-)
+@pytest.mark.parametrize("name,explicit", in_turn(COLLECTIVES))
 def test_values_gradients_and_what_is_sent(name, explicit):
     mesh = make_mesh(dp=DP, tp=TP)
     x = x_of(mesh)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import in_turn
 from flax import nnx
 from helpers import make_mesh
 from jax import lax
@@ -88,18 +89,7 @@ def unsharded(name):
     return y, both
 
 
-# Every case on one kind of mesh by day, in turn.
-BY_DAY = {(name, bool(k % 2)) for k, name in enumerate(CASES)}
-
-
-@pytest.mark.parametrize(
-    "name,explicit",
-    [
-        pytest.param(name, explicit, marks=() if (name, explicit) in BY_DAY else pytest.mark.slow)
-        for name in CASES
-        for explicit in (False, True)
-    ],
-)
+@pytest.mark.parametrize("name,explicit", in_turn(CASES))
 def test_values_and_gradients(name, explicit):
     kind, numbers, _, _, dim = case = CASES[name]
     mesh = make_mesh(dp=DP, tp=TP, explicit=explicit)

@@ -36,8 +36,8 @@ from spelled_out import every_size
 
 import taco_jax
 from pallas_kernels import Geometry, mosaic
+from pallas_kernels.formats import ELEMENTS
 from taco_jax import CODECS, UNCALIBRATED, Codec
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.compression import dispatch
 
 pytestmark = pytest.mark.gpu

@@ -32,9 +32,9 @@ from mosaic_checks import (
 from mosaic_programs import DTYPES, OPERATIONS, PRESETS, ROTATED, with_signs
 
 from pallas_kernels import Geometry, compat, formats, mosaic
+from pallas_kernels.formats import ELEMENTS
 from pallas_kernels.mosaic import pipeline
 from taco_jax import CODECS, UNCALIBRATED, Codec
-from taco_jax.codec.elements import ELEMENTS
 from taco_jax.compression import dispatch
 
 pytestmark = [

@@ -3,6 +3,8 @@
 import functools
 import itertools
 
+import pytest
+
 
 def cover(t: int, **factors) -> list[tuple]:
     """Cases (tuples in the order of the keywords) with every combination of the values of any t factors."""
@@ -57,3 +59,12 @@ def _complete(start, sizes, groups, missing, number, first) -> dict[int, int]:
         ]
         case[k] = gains.index(max(gains))
     return case
+
+
+def in_turn(names) -> list:
+    """Parameters (name, False) and (name, True): each name with one of them by day, in turn, the others marked slow."""
+    return [
+        pytest.param(name, value, marks=() if value == bool(k % 2) else pytest.mark.slow)
+        for k, name in enumerate(names)
+        for value in (False, True)
+    ]
