@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax import CODECS, Codec
+from taco_jax import CODECS, Codec, Compression
 
 
 def test_equal_codecs_share_one_program():
@@ -35,7 +35,7 @@ def test_equal_codecs_share_one_program():
 @pytest.mark.parametrize("name", ["psum_scatter", "psum", "all_gather", "copy", "all_to_all"])
 def test_without_jit_the_values_are_those_with_it(name):
     def local(x):
-        options = {"codec": "taco", "chunks": 2}
+        options = {"compression": Compression("taco", chunks=2)}
         if name == "copy":
             return jax.grad(
                 lambda x: lax.psum((taco_jax.copy(x, "tp", **options) * (1 + lax.axis_index("tp"))).sum(), "tp")

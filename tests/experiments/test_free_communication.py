@@ -60,7 +60,7 @@ print(json.dumps([exact, free]))
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """Returns what both programs print. One process runs them, whose traces are its own."""
-    path = f"{REPOSITORY}:{REPOSITORY}/experiments:{REPOSITORY}/tests"
+    path = f"{REPOSITORY}:{REPOSITORY}/experiments:{REPOSITORY}/tests/support"
     folder = tmp_path_factory.mktemp("free")
     run = run_python(TRAINING + PREFILL, devices=2, env={"PYTHONPATH": path}, cwd=folder)
     return [json.loads(line) for line in run.stdout.splitlines()[-2:]]
