@@ -217,8 +217,8 @@ def summary(found: dict[str, Compiled], axis: str) -> dict[str, dict]:
 
 def table(results: dict[str, dict], tokens: int) -> list[str]:
     lines = [
-        f"| step of {tokens:,} tokens | ms (median) | fastest, slowest ms | times as fast as `none` | compressed | bytes "
-        "sent | collectives in a step | compiled in s | last loss |",
+        f"| step of {tokens:,} tokens | ms (median) | fastest, slowest ms | times as fast as `none` | compressed | "
+        "bytes sent | collectives in a step | compiled in s | last loss |",
         "|---" * 9 + "|",
     ]
     for name, r in results.items():
@@ -251,8 +251,8 @@ class Report:
             f"link: {link()}. {len(jax.devices())} devices, tensor-parallel. {size.layers} layers of {size.width} / "
             f"{size.hidden}. {args.rounds} rounds of {args.steps_per_round} steps of each variant in turn; "
             f"`codec:link:chunks`. The last loss is that after {args.loss_steps} steps from one state. Compressed is a "
-            "share of the bytes over the axis; bytes sent are those of one device in a step; collectives those of 1,024 "
-            "values or more.",
+            "share of the bytes over the axis; bytes sent are those of one device in a step; collectives those of "
+            "1,024 values or more.",
         ]
 
     def write(self, name: str, found: dict[str, Compiled], axis: str) -> None:

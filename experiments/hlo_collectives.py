@@ -102,7 +102,7 @@ def _runs(bodies, entry: str) -> tuple[dict[str, int], set[str]]:
 
 
 def counts(found: list[Collective], least: int = 1024) -> str:
-    """How often each operation runs in one call, of those of `least` elements or more: "36 all-reduce, 6 all-gather"."""
+    """How often each operation runs in one call, of those of `least` elements or more: "36 all-reduce"."""
     totals: dict[str, int] = {}
     for c in found:
         if c.elements >= least:
