@@ -14,6 +14,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
     r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
+_OPERANDS = re.compile(r"\(\((.*?)\), ")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
@@ -48,9 +49,8 @@ def collectives(text: str) -> list[Collective]:
             if operation not in OPERATIONS:
                 continue
             arrays = _SHAPE.findall(shape)
-            # The type of a start is (operands, results) but for an all-reduce's.
-            if opcode.endswith("-start") and shape.startswith("(") and operation != "all-reduce":
-                arrays = arrays[len(arrays) // 2 :] if operation != "collective-permute" else arrays[1:2]
+            if opcode.endswith("-start"):
+                arrays = _results(operation, shape, arrays)
             sizes = [math.prod(int(n) for n in dims.split(",") if n) for _, dims in arrays]
             nbytes = sum(size * _BYTES.get(dtype, 4) for size, (dtype, _) in zip(sizes, arrays))
             shapes = ", ".join(dict.fromkeys(f"{dtype}[{dims}]" for dtype, dims in arrays))
@@ -60,6 +60,17 @@ def collectives(text: str) -> list[Collective]:
             found.setdefault(key, [0, op_name[1] if op_name else ""])[0] += 1
     rows = [Collective(*key[:5], count, key[5], op_name) for key, (count, op_name) in found.items()]
     return sorted(rows, key=lambda c: -c.nbytes * c.count * c.runs)
+
+
+def _results(operation: str, shape: str, arrays: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The results among the arrays in the type of a start: ((operands), results, ...), or (operand, result, ...).
+
+    Some versions of XLA write an all-reduce's as its results alone.
+    """
+    if operands := _OPERANDS.match(shape):
+        count = len(_SHAPE.findall(operands[1]))
+        return arrays[count : 2 * count]
+    return arrays if operation == "all-reduce" else arrays[1:2]
 
 
 def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str]:

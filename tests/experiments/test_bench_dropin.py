@@ -126,7 +126,9 @@ ENTRY %main (x: bf16[8,4]) -> bf16[16,4] {
   %s = ((bf16[8,4]{1,0}), bf16[8,4]{1,0}) async-start(%x), calls=%wrapped
   %d = bf16[8,4]{1,0} async-done(%s)
   %g = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%d), channel_id=3, dimensions={0}
-  ROOT %e = bf16[16,4]{1,0} all-gather-done(%g)
+  %e = bf16[16,4]{1,0} all-gather-done(%g)
+  %r = ((bf16[16,4]{1,0}), bf16[16,4]{1,0}) all-reduce-start(%e), channel_id=4, to_apply=%add
+  ROOT %f = bf16[16,4]{1,0} all-reduce-done(%r)
 }
 """
 
@@ -135,6 +137,7 @@ def test_asynchronous_collectives(program):
     found = program("hlo_collectives").collectives(STARTED)
     assert [(c.operation, c.shapes, c.asynchronous, c.nbytes) for c in found] == [
         ("all-gather", "bf16[16,4]", True, 128),
+        ("all-reduce", "bf16[16,4]", True, 128),
         ("all-to-all", "bf16[8,4]", True, 64),
     ]
 
