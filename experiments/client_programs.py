@@ -1,7 +1,7 @@
 """Training steps that know nothing of taco_jax, each built as its own package builds it, for bench_dropin.py.
 
 A program is a function of a `Size` that returns a `Client`; `PROGRAMS` has all by name. They are tensor-parallel over
-all devices. maxtext needs `pip install '.[dropin-test]'`, Python 3.12 or newer.
+all devices. maxtext needs `pip install '.[dropin-test]'` and Python 3.12 or newer, tunix `pip install google-tunix`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from taco_jax.config import ConfigError
 
 # Small enough for the mode of the activations' mean, whose curvature grows with the width of the MLP.
 STACK_LEARNING_RATE = 1e-3
+TUNIX_LEARNING_RATE = 3e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,4 +139,63 @@ def maxtext_settings(size: Size, folder: str) -> list[str]:
     return [str(base), *(f"{key}={value}" for key, value in values.items())]
 
 
-PROGRAMS: dict[str, Callable[[Size], Client]] = {"stack": stack, "maxtext": maxtext}
+def tunix(size: Size) -> Client:
+    """The step of google-tunix's own trainer, a Qwen3 of this size in bfloat16, sharded by its rules; random tokens."""
+    if importlib.util.find_spec("tunix") is None:
+        raise ConfigError("--programs=tunix: is not installed; pip install google-tunix")
+    import optax
+    from flax import nnx
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.sft import peft_trainer, utils
+
+    mesh = jax.make_mesh((1, len(jax.devices())), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    replicated = NamedSharding(mesh, P())
+    config = qwen3.ModelConfig(
+        num_layers=size.layers, vocab_size=size.vocabulary, embed_dim=size.width, hidden_dim=size.hidden,
+        num_heads=size.heads, num_kv_heads=size.kv_heads, head_dim=size.head_dim, norm_eps=1e-6, rope_theta=1_000_000,
+        dtype=jnp.bfloat16, remat_config=qwen3.RematConfig.DECODER,
+    )  # fmt: skip
+
+    @nnx.jit
+    def init():
+        model, rngs = qwen3.Qwen3(config, rngs=nnx.Rngs(params=0)), nnx.Rngs(1)
+        for layer in model.layers:  # zeros, for weights that are read
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                shape = linear.kernel.shape
+                linear.kernel.value = jax.random.normal(rngs(), shape) * shape[0] ** -0.5
+        state = nnx.state(model)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+        return model
+
+    def inputs(example):
+        mask = example.input_mask
+        return {
+            "input_tokens": example.input_tokens, "input_mask": mask,
+            "positions": utils.build_positions_from_mask(mask), "attention_mask": utils.make_causal_attn_mask(mask),
+        }  # fmt: skip
+
+    with mesh:
+        settings = peft_trainer.TrainingConfig(eval_every_n_steps=size.steps, max_steps=size.steps)
+        trainer = peft_trainer.PeftTrainer(init(), optax.adamw(TUNIX_LEARNING_RATE), settings)
+        trainer = trainer.with_gen_model_input_fn(inputs)
+        trainer.jit_train_and_eval_step()  # shards the optimiser's state
+    graph, state = nnx.split((trainer.model, trainer.optimizer))
+    of_mesh = lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else replicated
+    shardings = jax.tree.map(of_mesh, state)
+    state = jax.device_put(state, shardings)
+    own_step = trainer.create_train_step_fn()
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        loss, _, _ = own_step(model, optimizer, batch)
+        return nnx.state((model, optimizer)), loss
+
+    shape = (size.tokens // size.sequence, size.sequence)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, size.vocabulary, jnp.int32)
+    batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.ones(shape, bool))
+    batch = jax.device_put(batch, replicated)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
+    return Client(jitted, state, batch, lambda loss: loss, "tp", lambda: mesh)
+
+
+PROGRAMS: dict[str, Callable[[Size], Client]] = {"stack": stack, "maxtext": maxtext, "tunix": tunix}
