@@ -53,7 +53,7 @@ TIED = Run(GPT2, tp=4, sequence_parallel=True, remat="full", codec="taco")
     "run",
     [
         pytest.param(PLAIN, id="qwen2"),
-        pytest.param(PARALLEL, id="qwen2-sequence_parallel"),
+        pytest.param(PARALLEL, marks=SLOW, id="qwen2-sequence_parallel"),
         pytest.param(TIED, marks=SLOW, id="gpt2-sequence_parallel"),
         pytest.param(Run(QWEN2, tp=4, sequence_parallel=True, remat="dots", codec="int8h"), marks=SLOW, id="int8h"),
         pytest.param(Run(CONFIGS["qwen3"], tp=8, sequence_parallel=True, codec="e4m3h"), marks=SLOW, id="e4m3h"),

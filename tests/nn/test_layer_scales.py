@@ -221,6 +221,7 @@ def test_linen_variables_lie_where_orbax_may_bring_them_back(jitted):
     np.testing.assert_array_equal(run(committed, x_BLD), run(variables, x_BLD))
 
 
+@pytest.mark.slow
 def test_nnx_training_step_that_ignores_site_scales():
     """Default nnx.grad and nnx.Optimizer, on a model that was built without a mesh."""
     x_BLD, y_BLD = data()
@@ -239,6 +240,7 @@ def test_nnx_training_step_that_ignores_site_scales():
     assert (model.down.exponents[...] == taco_jax.UNCALIBRATED).all()
 
 
+@pytest.mark.slow
 def test_linen_train_state_with_site_scales():
     """Flax's own TrainState overwrites the slots with their gradients and keeps them from the optimizer."""
     x_BLD, y_BLD = data()

@@ -144,6 +144,7 @@ def check_coded(config):
         assert_gradients_close(got.gradient, want.gradient, exact=True)
 
 
+@SLOW
 def test_eight_bit_steps():
     check_coded(CODED)
 
@@ -292,6 +293,7 @@ def test_resumed_elsewhere(tmp_path, start, end):
         np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+@SLOW
 def test_resumed_where_the_copy_is(tmp_path):
     """A stored copy makes the resumed run the same bit for bit; others start from the masters, and say so."""
     run = train(CODED)
