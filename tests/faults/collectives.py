@@ -37,7 +37,7 @@ MUTANTS = (
         "taco_jax/collectives/hierarchical.py",
         "        # The noise of a rank inside its host: that of the ranks which encode the same sums elsewhere.\n",
         "        own = received[outer.rank][None]\n"
-        "        said_S = backend.sum_decode(outer.codec, own, x_S.size, jnp.float32, levels.outer_exponent)\n"
+        "        said_S = dispatch.sum_decode(outer.codec, own, x_S.size, jnp.float32, levels.outer_exponent)\n"
         "        total_S = total_S - said_S + x_S\n",
         ("tests/collectives/test_hierarchical.py -k values_bytes",),
     ),

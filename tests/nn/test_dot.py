@@ -110,7 +110,7 @@ def test_values_and_gradients(name, explicit):
     check_sent(compiled)
 
 
-@pytest.mark.parametrize("name", ["column", pytest.param("of_heads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["of_heads", pytest.param("column", marks=pytest.mark.slow)])
 def test_in_scan_and_remat_inside_and_outside_a_region(name):
     kind, numbers, _, _, _ = case = CASES[name]
     mesh = make_mesh(dp=DP, tp=TP)
