@@ -65,7 +65,7 @@ class ConsumerContext:
 
 def multiply(context: ConsumerContext, warpgroup: int) -> jax.Array:
     """Multiplies, encodes and sends a half of every tile; returns the largest |z| that was encoded, as bits."""
-    no_maxima = WireWriter.nothing(context.plan.frame_tiling)
+    no_maxima = WireWriter.no_maxima(context.plan.frame_tiling)
     return lax.fori_loop(0, context.plan.tile_count(), functools.partial(_encode_tile, context, warpgroup), no_maxima)
 
 
@@ -130,7 +130,7 @@ def sum_and_receive(context: ConsumerContext, y_g) -> jax.Array:
         pl.when(t > 0)(lambda: _receive_tile(context, y_g, t - 1))
         return largest
 
-    return lax.fori_loop(0, tile_count + 1, one, WireWriter.nothing(context.plan.frame_tiling))
+    return lax.fori_loop(0, tile_count + 1, one, WireWriter.no_maxima(context.plan.frame_tiling))
 
 
 def _combine_tile(context: ConsumerContext, t, largest):

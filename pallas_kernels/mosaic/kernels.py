@@ -93,7 +93,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     tiling.check_alignment()
     rotator = rotation.Rotator(tiling, rotation.operand_dtype(x_RC.dtype))
     inputs = CodecInputs(tiling, exponents, seed)
-    stage_bytes = TILE_ROWS * tiling.row * x_RC.dtype.itemsize
+    stage_bytes = TILE_ROWS * tiling.row_elements * x_RC.dtype.itemsize
     # Two warpgroups saturate HBM (H100). Unrotated sub-8-bit codes are ALU-bound, so they get four.
     most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
     workers, stages = pipeline.fit(
@@ -130,12 +130,12 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             writer.fill()
             rotator.wait(s.matrices_full)
 
-        nothing = WireWriter.nothing(tiling)
+        nothing = WireWriter.no_maxima(tiling)
         largest = pipeline.run(workers, stages, load, work, carry=nothing, begin=begin, scheduler=scheduler)
         plgpu.wait_smem_to_gmem(0)
         writer.put_largest(maxima_g, largest)
 
-    shape = (warpgroups, stages, TILE_ROWS, tiling.row)
+    shape = (warpgroups, stages, TILE_ROWS, tiling.row_elements)
     codes_s, scales_s = WireWriter.scratch(tiling, warpgroups, BUFFERS, width)
     scratch = EncodeScratch(
         x_s=plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk)),
@@ -207,12 +207,12 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     rotator = rotation.Rotator(tiling, operand)
     reader, inputs = WireReader(tiling), CodecInputs(tiling, exponents, seed)
     n_wires = ranks - has_own
-    x_RC = x_RC if has_own else jnp.zeros((8, tiling.row), jnp.bfloat16)
+    x_RC = x_RC if has_own else jnp.zeros((8, tiling.row_elements), jnp.bfloat16)
     rank = rank if has_own else jnp.zeros((1,), jnp.int32)
     x_dtype, y_dtype = x_RC.dtype, jnp.dtype(dtype or jnp.bfloat16)
     y_transforms = rotation.transforms(y_dtype, tiling.chunk)
 
-    tile_elements = TILE_ROWS * tiling.row
+    tile_elements = TILE_ROWS * tiling.row_elements
     own_bytes = tile_elements * x_dtype.itemsize if has_own else 0
     out_bytes = WireWriter.scratch_bytes(sum_tiling, 1) if to_wire else tile_elements * y_dtype.itemsize
     stage_bytes = n_wires * reader.scratch_bytes() + own_bytes
@@ -297,7 +297,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             elif to_wire:
                 total = lax.cond(own_rank == 0, own, lambda: add(before(), own()))
             else:
-                total = lax.cond(own_rank == 0, lambda: (zero,) * (tiling.row // tiling.chunk), before)
+                total = lax.cond(own_rank == 0, lambda: (zero,) * (tiling.row_elements // tiling.chunk), before)
                 total = add(total, own())
             if has_own:
                 total = wires(own_rank + 1, jnp.int32(ranks), total)
@@ -316,7 +316,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.copy_smem_to_gmem(buffer, outputs_g[0].at[pl.ds(row, TILE_ROWS)])
             return largest
 
-        nothing = WireWriter.nothing(sum_tiling)
+        nothing = WireWriter.no_maxima(sum_tiling)
         largest = pipeline.run(workers, stages, load, work, carry=nothing, begin=begin, scheduler=scheduler)
         plgpu.wait_smem_to_gmem(0)
         if to_wire:
@@ -326,10 +326,10 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         out_s, scales_s = WireWriter.scratch(sum_tiling, warpgroups, 1, width)
         out_type = [WireWriter.out_type(sum_tiling, width), WireWriter.maxima_type(workers)]
     else:
-        out_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row), y_dtype, transforms=y_transforms)
+        out_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row_elements), y_dtype, transforms=y_transforms)
         scales_s = plgpu.SMEM((8,), jnp.uint8)
-        out_type = jax.ShapeDtypeStruct((sum_tiling.rows, tiling.row), y_dtype)
-    x_shape = (warpgroups, stages, TILE_ROWS, tiling.row) if has_own else (1, 1, 8, tiling.row)
+        out_type = jax.ShapeDtypeStruct((sum_tiling.rows, tiling.row_elements), y_dtype)
+    x_shape = (warpgroups, stages, TILE_ROWS, tiling.row_elements) if has_own else (1, 1, 8, tiling.row_elements)
     codes_s, in_scales_s = reader.scratch(warpgroups, stages, n_wires)
     scratch = ReduceScratch(
         codes_s=codes_s,
@@ -385,7 +385,7 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
     transforms = rotation.transforms(dtype, tiling.chunk)
     rotator = rotation.Rotator(tiling, jnp.float16)
     reader, inputs = WireReader(tiling), CodecInputs(tiling, exponents, None)
-    out_bytes = BUFFERS * TILE_ROWS * tiling.row * dtype.itemsize
+    out_bytes = BUFFERS * TILE_ROWS * tiling.row_elements * dtype.itemsize
     # Codes of 4 and 8 bits gain from a third warpgroup and from the scheduler (H200). Those of 5 and 6 bits, with more
     # instructions, gain nothing from it, and lose 0 to 4 % with the scheduler.
     fast = tiling.fmt.bits in (4, 8)
@@ -431,10 +431,10 @@ def decode(tiling: Tiling, wires_PW, rows: int, dtype, exponents) -> jax.Array:
         codes_s=codes_s,
         scales_s=scales_s,
         matrices_s=rotator.scratch,
-        y_s=plgpu.SMEM((warpgroups, BUFFERS, TILE_ROWS, tiling.row), dtype, transforms=transforms),
+        y_s=plgpu.SMEM((warpgroups, BUFFERS, TILE_ROWS, tiling.row_elements), dtype, transforms=transforms),
         matrices_full=plgpu.Barrier(),
         codes_full=reader.barrier(warpgroups * stages),
     )
-    out_type = jax.ShapeDtypeStruct((rows, tiling.row), dtype)
+    out_type = jax.ShapeDtypeStruct((rows, tiling.row_elements), dtype)
     arrays = [*reader.arrays(wires_PW), rotator.operand, *inputs.arrays]
     return pipeline.call(decode_tiles, arrays, out_type, scratch=scratch, workers=workers)

@@ -67,11 +67,11 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     tile = ragged.tile_tiling(fmt, geometry.messages, interpret)
     small = ragged.take_blocks(fmt, wires, geometry.per_message, where.block, count)
     # Only the rank that owns the tail takes this result, so the tail stands where its own chunk would.
-    x_PRC = jnp.zeros((geometry.messages, TILE_ROWS, tiling.row), x_S.dtype)
+    x_PRC = jnp.zeros((geometry.messages, TILE_ROWS, tiling.row_elements), x_S.dtype)
     x_PRC = x_PRC.at[where.message].set(_tile_of(fmt, x_S, where))
     small, maxima = kernels.reduce(
-        tile, small, x_PRC.reshape(-1, tiling.row), rank[None], exponents=_exponents(tile, exponent), seed=seed,
-        offsets=(0, where.block * fmt.block),
+        tile, small, x_PRC.reshape(-1, tiling.row_elements), rank[None], exponents=_exponents(tile, exponent),
+        seed=seed, offsets=(0, where.block * fmt.block),
     )  # fmt: skip
     other = rank != where.message
     wire = ragged.put_blocks(
@@ -124,7 +124,7 @@ def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, inte
         return kernels.decode(tiling, wires, rows, dtype, _exponents(tiling, exponent)).reshape(-1)
 
     tiling = Tiling(fmt, geometry, interpret)
-    whole = run(tiling, wires, ragged.whole_elements(fmt, geometry.elements) // tiling.row)
+    whole = run(tiling, wires, ragged.whole_elements(fmt, geometry.elements) // tiling.row_elements)
     where = ragged.tail(fmt, geometry)
     if where is None:
         return whole

@@ -101,7 +101,7 @@ class Rotator:
 
     def rotate(self, x_s, m_s) -> list[jax.Array]:
         """Returns the rotated blocks of a tile [64, row] in shared memory, float32[64, chunk] each, in order."""
-        width, n = self.tiling.chunk, self.tiling.row // self.tiling.chunk
+        width, n = self.tiling.chunk, self.tiling.row_elements // self.tiling.chunk
         if self.active and x_s.dtype == m_s.dtype:
             return self._product([(x_s.at[:, pl.ds(i * width, width)], 0) for i in range(n)], m_s)
         chunks = tile_codec.load_values(self.tiling, x_s)

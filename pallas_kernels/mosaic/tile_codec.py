@@ -177,7 +177,7 @@ def load_values(tiling: Tiling, x_s) -> list[jax.Array]:
         return [thread_blocks.load_tile(x_s, tiling.interpret is not None)]
     x = compat.load(x_s, plgpu.Layout.WGMMA).astype(jnp.float32)
     width = tiling.chunk
-    return [x[:, start : start + width] for start in range(0, tiling.row, width)]
+    return [x[:, start : start + width] for start in range(0, tiling.row_elements, width)]
 
 
 def store_tile(tiling: Tiling, y_s, values: list, transforms: tuple) -> None:
@@ -196,17 +196,17 @@ def rounding_noise(tiling: Tiling, message, row, seed: tuple, offsets: tuple[int
 
     offsets: (index of the first message, index of the first element) where the tile's array is a piece of a larger one.
     """
-    start = row.astype(jnp.uint32) * np.uint32(tiling.row) + np.uint32(offsets[1])
+    start = row.astype(jnp.uint32) * np.uint32(tiling.row_elements) + np.uint32(offsets[1])
     key = seed[1] + (message.astype(jnp.uint32) + np.uint32(offsets[0])) * np.uint32(GOLDEN)
     out = []
-    for i in range(tiling.row // tiling.chunk):
+    for i in range(tiling.row_elements // tiling.chunk):
         shape = (TILE_ROWS, tiling.chunk)
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA).astype(jnp.uint32)
         if tiling.one_thread_per_block or layout.applies(tiling.fmt):
-            run = tiling.row if tiling.one_thread_per_block else layout.run_columns(tiling.fmt)
+            run = tiling.row_elements if tiling.one_thread_per_block else layout.run_columns(tiling.fmt)
             columns = layout.column_of(columns, run)
-        index = rows * np.uint32(tiling.row) + columns + (start + np.uint32(i * tiling.chunk))
+        index = rows * np.uint32(tiling.row_elements) + columns + (start + np.uint32(i * tiling.chunk))
         h = lowbias32(lowbias32(index ^ seed[0]) ^ key)
         out.append((h >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24))
     return out
@@ -240,7 +240,7 @@ def _load_thread_blocks(tiling: Tiling, codes_s) -> jax.Array:
     row = layout.load_run(codes_s, 0, tiling.row_bytes, interpret)
     if fmt.bits == 8:
         return elements.from_codes(fmt, row)
-    width = tiling.row // packing_parts(fmt.bits)
+    width = tiling.row_elements // packing_parts(fmt.bits)
     parts = elements.unpack(fmt, [row[:, start : start + width] for start in range(0, tiling.row_bytes, width)])
     return elements.from_codes(fmt, jnp.concatenate(parts, axis=1))
 
@@ -253,8 +253,8 @@ def _pitch(tiling: Tiling, codes: Any) -> int | None:
 def _parts(tiling, chunks) -> list:
     """Returns the parts of a block's chunks that share bytes."""
     if tiling.one_thread_per_block:
-        width = tiling.row // packing_parts(tiling.fmt.bits)
-        return [chunks[0][:, start : start + width] for start in range(0, tiling.row, width)]
+        width = tiling.row_elements // packing_parts(tiling.fmt.bits)
+        return [chunks[0][:, start : start + width] for start in range(0, tiling.row_elements, width)]
     width, chunk = layout.run_columns(tiling.fmt), tiling.chunk
     starts = range(0, tiling.fmt.block, width)
     return [chunks[o // chunk][:, o % chunk : o % chunk + width] for o in starts]

@@ -49,13 +49,13 @@ class Tiling:
     any_order: bool = False
 
     @property
-    def row(self) -> int:
-        """Elements of a row."""
+    def row_elements(self) -> int:
+        """Returns how many elements a row has."""
         return max(MIN_ROW_ELEMENTS, self.fmt.block)
 
     def check_alignment(self) -> None:
         """Raises ValueError where messages do not lie in x as tensor copies need it."""
-        g, group = self.geometry, GROUP_ROWS * self.row
+        g, group = self.geometry, GROUP_ROWS * self.row_elements
         if self.rows < TILE_ROWS or (g.messages > 1 and (g.distance % group or g.offset % group)):
             raise ValueError(
                 f"{g}: messages must start at multiples of {group} elements and have {TILE_ROWS} rows or more"
@@ -64,16 +64,16 @@ class Tiling:
     @property
     def rows(self) -> int:
         """R, the rows of a message, in whole groups."""
-        return self.geometry.per_message // (GROUP_ROWS * self.row) * GROUP_ROWS
+        return self.geometry.per_message // (GROUP_ROWS * self.row_elements) * GROUP_ROWS
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's codes."""
-        return self.row * self.fmt.bits // 8
+        return self.row_elements * self.fmt.bits // 8
 
     @property
     def blocks_per_row(self) -> int:
-        return self.row // self.fmt.block
+        return self.row_elements // self.fmt.block
 
     @property
     def one_thread_per_block(self) -> bool:
@@ -106,7 +106,7 @@ class Tiling:
     def chunk(self) -> int:
         """Columns of the register arrays that hold a row: a block, half of one of 256, or a row of several whose
         threads have whole blocks."""
-        return self.row if self.one_thread_per_block else min(self.fmt.block, 128)
+        return self.row_elements if self.one_thread_per_block else min(self.fmt.block, 128)
 
     @property
     def chunks_per_block(self) -> int:
@@ -121,7 +121,7 @@ class Tiling:
     def x_row(self, message, row):
         """Returns the row of x, seen as [*, row], where a message's row lies."""
         g = self.geometry
-        return message * (g.distance // self.row) + (row + g.offset // self.row)
+        return message * (g.distance // self.row_elements) + (row + g.offset // self.row_elements)
 
     def plane_offset(self, plane: int) -> int:
         """Returns the byte where a scale plane starts in its message."""

@@ -168,7 +168,7 @@ class WireWriter:
         return TILE_ROWS * (buffers * tiling.row_bytes + max(1, tiling.scale_planes) * tiling.blocks_per_row)
 
     @staticmethod
-    def nothing(tiling: Tiling):
+    def no_maxima(tiling: Tiling):
         """Returns the largest magnitudes of no tile, as `kernels.encode_tile` returns those of one."""
         if tiling.one_thread_per_block:
             zeros = jnp.zeros((TILE_ROWS, thread_blocks.BLOCK_COLUMNS), jnp.int32)

@@ -83,7 +83,7 @@ def scratch_types(roles: Roles, counts: BufferCounts, ranks: int, *, frames: Fra
     def tiles(*slots):
         tiling = frames.tiling
         transforms = rotation.transforms(dtype, tiling.chunk)
-        return plgpu.SMEM((*slots, TILE_ROWS, tiling.row), dtype, transforms=transforms)
+        return plgpu.SMEM((*slots, TILE_ROWS, tiling.row_elements), dtype, transforms=transforms)
 
     def slots(owners, count):
         return SlotScratch.types(frames, owners, count) if owners else None
@@ -217,7 +217,7 @@ def run(
                     pl.when(warp == i)(work)
 
     body.__name__ = roles.kernel_name
-    y_type = jax.ShapeDtypeStruct((out_rows, tiling.row), dtype)
+    y_type = jax.ShapeDtypeStruct((out_rows, tiling.row_elements), dtype)
     largest_type = jax.ShapeDtypeStruct((schedule.ctas * roles.inboxes, WARPS_PER_WARPGROUP), jnp.int32)
     inbox_type = frames.global_type(schedule.ranks, schedule.message_tiles)
     out = plgpu.kernel(

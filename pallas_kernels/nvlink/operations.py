@@ -80,8 +80,8 @@ def fits(fmt: Format, operation: str, dtype: str, ranks: int) -> bool:
 def _tiling(fmt, geometry):
     tiling = Tiling(fmt, geometry, any_order=True)
     tiling.check_alignment()
-    if tiling.rows * tiling.row != geometry.per_message:
-        raise ValueError(f"{geometry}: messages must be whole groups of 8 rows of {tiling.row} elements")
+    if tiling.rows * tiling.row_elements != geometry.per_message:
+        raise ValueError(f"{geometry}: messages must be whole groups of 8 rows of {tiling.row_elements} elements")
     return tiling
 
 

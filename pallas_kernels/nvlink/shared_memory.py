@@ -138,6 +138,6 @@ def fit_buffers(roles: Roles, tiling: Tiling, ranks: int, dtype) -> BufferCounts
     sizes = {
         "matrix_bytes": Rotator(tiling, matrix_dtype(roles, dtype)).bytes,
         "frame_bytes": FrameCodec(tiling).frame_bytes,
-        "tile_bytes": TILE_ROWS * tiling.row * jnp.dtype(dtype).itemsize,
+        "tile_bytes": TILE_ROWS * tiling.row_elements * jnp.dtype(dtype).itemsize,
     }
     return next((c for c in BUFFER_COUNTS if c.shared_bytes(roles, ranks, **sizes) <= MAX_SHARED_BYTES), None)

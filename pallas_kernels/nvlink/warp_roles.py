@@ -39,7 +39,7 @@ class RoleContext:
 
     def no_maxima(self):
         """Returns the largest |z| of no tile, as bits."""
-        return WireWriter.nothing(self.schedule.tiling)
+        return WireWriter.no_maxima(self.schedule.tiling)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def combine(
         else:
             tiling = context.schedule.tiling
             zero = plgpu.layout_cast(jnp.full((TILE_ROWS, tiling.chunk), -0.0, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.cond(me == 0, lambda: (zero,) * (tiling.row // tiling.chunk), ranks_before)
+            total = lax.cond(me == 0, lambda: (zero,) * (tiling.row_elements // tiling.chunk), ranks_before)
             total = add(total, own_term())
         if own_x is not None:
             total = add_frames(me + 1, jnp.int32(context.schedule.ranks), total)

@@ -126,7 +126,7 @@ MUTANTS = (
         "mosaic-noise",
         "the noise of a tile counts its rows from the tile's own start",
         "pallas_kernels/mosaic/tile_codec.py",
-        "start = row.astype(jnp.uint32) * np.uint32(tiling.row) + np.uint32(offsets[1])",
+        "start = row.astype(jnp.uint32) * np.uint32(tiling.row_elements) + np.uint32(offsets[1])",
         "start = row.astype(jnp.uint32) * np.uint32(0) + np.uint32(offsets[1])",
         (MOSAIC + "test_kernels_that",),
         new_jax=True,

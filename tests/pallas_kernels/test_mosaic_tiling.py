@@ -30,7 +30,7 @@ def test_every_tile_begins_at_a_group_of_rows_where_tiles_are_taken(fmt, message
         seen |= {(message, r) for r in range(row, row + 64)}
     assert len(seen) == messages * tiling.rows
     covered = ragged.whole_elements(fmt, geometry.per_message)
-    assert tiling.rows * tiling.row == covered
+    assert tiling.rows * tiling.row_elements == covered
 
 
 def test_messages_that_begin_inside_a_group_are_refused():
