@@ -1,4 +1,4 @@
-# Shared by .ci/run, .ci/nightly and .ci/aot. Sourced, with bash, from the repository's root.
+# Shared by .ci/run, .ci/nightly, .ci/aot and .ci/dropin. Sourced, with bash, from the repository's root.
 
 failures=()
 LIMIT_REACHED=124 # the exit status of what `limited` ended; `timeout` has the same

@@ -129,6 +129,12 @@ def test_a_signal_ends_all_that_was_started(number, group, body, tmp_path):
         ("nightly", ["slow"], {"TACO_TEST_WORKERS": "many"}, "error: TACO_TEST_WORKERS=many: must be a whole number"),
         ("run", ["fast"], {}, "error: fast: .ci/run takes no arguments"),
         ("aot", ["cuda11"], {}, "error: cuda11: neither cuda12 or cuda13"),
+        (
+            "dropin",
+            ["tunix", "maxtxt"],
+            {},
+            "error: maxtxt: no program of .ci/dropin, which are tunix, gemma and t5gemma",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(script, arguments, variables, said, tmp_path):

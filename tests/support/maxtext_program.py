@@ -5,9 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-from helpers import run_python
+import trainers
 
 MODULE = "maxtext.trainers.pre_train.train"
+TRAINER = trainers.Trainer(["-m", MODULE], "jit_train_step", {"DECOUPLE_GCLOUD": "TRUE"})
 PLANS = {  # axes -> what goes compressed
     "tensor 4": ({"ici_tensor_parallelism": 4}, ["tensor=int8h"]),
     "fsdp 2 x tensor 2": (
@@ -32,39 +33,18 @@ def settings(folder: Path, axes: dict[str, int], steps: int, **more) -> list[str
 
 
 def run(folder: Path, axes: dict[str, int], steps: int, plan: list[str] | None = None, **more) -> list[float]:
-    """Runs MaxText's own command, with a plan through `taco_jax.run`. Returns the loss of every step.
-
-    folder: gets its metrics, the report of what was compressed (report.txt), and its compiled programs (hlo/).
-    """
-    folder.mkdir(exist_ok=True)
-    program = ["-m", MODULE, *settings(folder, axes, steps, **more)]
-    if plan is not None:
-        report = ["--min-bytes", "0", "--require", "0.95", "--report", folder / "report.txt"]
-        program = ["-m", "taco_jax.run", "--compress", *plan, *report, "--", *program]
-    dump = f"--xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_train_step"
-    flags = f"--xla_force_host_platform_device_count=4 {dump}"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "DECOUPLE_GCLOUD": "TRUE"}
-    run_python(program, devices=None, env=environment, cwd=folder)
+    """Runs MaxText's own command, as `trainers.Trainer.run`. Returns the loss of every step."""
+    TRAINER.run(folder, settings(folder, axes, steps, **more), plan)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["learning/loss"] for line in lines]
 
 
-def compiled_step(folder: Path) -> str:
-    """The text of the compiled training step of a run."""
-    (path,) = (folder / "hlo").glob("*jit_train_step*cpu_after_optimizations.txt")
-    return path.read_text()
-
-
 def gradients(arguments: list[str], plan: list[str]) -> None:
-    """Prints, of MaxText's own loss: losses and slopes of gradients, exact and compressed, and whether the exact
-    gradients afterwards are those before, bit for bit."""
+    """`trainers.compare_gradients` of MaxText's own loss."""
     import jax
-    import numpy as np
     from flax import nnx
     from maxtext.trainers.pre_train import train
     from maxtext.utils import train_utils
-
-    import taco_jax
 
     config, recorder = train.initialize(["", *arguments])
     _, _, _, _, mesh, _, _, loader, _, _, state = train_utils.setup_train_loop(config, recorder)
@@ -74,22 +54,8 @@ def gradients(arguments: list[str], plan: list[str]) -> None:
     def loss(params, rest, batch):
         return train.loss_fn(nnx.merge(graph, params, rest, copy=True), config, batch, None, None, is_train=True)[0]
 
-    step = jax.jit(jax.value_and_grad(loss))
-    axes: dict[str, dict[str, str] | str] = {}
-    for name, codec in (entry.split("=") for entry in plan):
-        axis, _, operation = name.partition("/")
-        axes[axis] = {operation: codec} if operation else codec
     with jax.set_mesh(mesh):
-        before = step(params, rest, batch)
-        with taco_jax.compressed(axes, min_bytes=0, require=0.9):
-            inside = step(params, rest, batch)
-        after = step(params, rest, batch)
-    flat = lambda tree: [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]
-    slopes = [float(x @ y / (x @ x)) for x, y in zip(flat(before[1]), flat(inside[1]))]
-    errors = [float(np.linalg.norm(x - y) / np.linalg.norm(x)) for x, y in zip(flat(before[1]), flat(inside[1]))]
-    same = all((x == y).all() for x, y in zip(flat(before), flat(after)))
-    found = {"losses": [float(before[0]), float(inside[0])], "slopes": slopes, "errors": errors, "same": same}
-    print("FOUND", json.dumps(found))
+        trainers.compare_gradients(jax.jit(jax.value_and_grad(loss)), (params, rest, batch), plan)
 
 
 if __name__ == "__main__":
