@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
-from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, sum_and_slice
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
@@ -40,6 +40,8 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
     if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
+        module = Module(module.serialize())
+    if combine_sums.combine(module, _Editor(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
@@ -114,6 +116,14 @@ class _Choice:
         self.reason = ""
         self.__dict__.update(fields)
 
+    @property
+    def message_key(self) -> tuple | None:
+        """Equal for sums that can be one message, None for what is a message of its own, or none."""
+        request = self.request
+        if request is None or request.operation != "all_reduce" or request.compression.codecs[0].per_token:
+            return None
+        return request.compression, request.dtype, request.place
+
 
 class _Message:
     """The replacement of a part, or of several parts of a combined sum that go in one message."""
@@ -138,16 +148,15 @@ class _Editor:
         for n, choice in enumerate(choices):
             if choice.request is not None:
                 # XLA has combined sums of small arrays, as of gradients: they stay one message.
-                alone = (
-                    choice.own_slice
-                    or choice.operation != "all_reduce"
-                    or choice.request.compression.codecs[0].per_token
-                )
-                key = (n,) if alone else (choice.request.compression, choice.request.dtype, choice.request.place)
-                joined.setdefault(key, []).append(n)
+                joined.setdefault(choice.message_key or (n,), []).append(n)
         for parts in joined.values():
             self._send(collective, choices, parts)
         return choices
+
+    def joined(self, collective: Collective) -> tuple | None:
+        """Equal for sums that may become one message, None for what stays exact or goes alone."""
+        (part,) = collective.parts
+        return self._choose(collective, part).message_key
 
     def _send(self, collective: Collective, choices: Sequence[_Choice], parts: Sequence[int]) -> None:
         """Finds the replacement of parts that go in one message, where that sends less than they do."""

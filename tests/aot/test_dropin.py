@@ -95,3 +95,21 @@ def test_sums_of_sums_are_merged_first():
     )
     assert site.operation == "all_reduce" and site.compressed
     assert large(compiled) == {("all-to-all", "u8"), ("all-gather", "u8")}
+
+
+def test_sums_of_small_gradients_are_one_message():
+    """Which XLA would combine, after the hook, if they were exact."""
+    on = mesh(data=4)
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    args = [array(on, (WIDTH, WIDTH))] * 6, array(on, (TOKENS, WIDTH), "data")
+    f = jax.jit(jax.grad(loss))
+    exact = f.trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    assert [opcode for opcode, _, _ in collectives(exact)] == ["all-reduce"]
+    compiled, found = compile(f, args, {"data": taco_jax.Compression("int8h", link="nccl")}, min_bytes=0)
+    assert len(found) == 6 and all(site.compressed for site in found)
+    assert [opcode for opcode, _, _ in collectives(compiled)] == ["all-gather", "all-to-all"]
