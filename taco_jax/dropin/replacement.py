@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from taco_jax.collectives import comm_log
+from taco_jax.collectives.transport import pack, unpack
 from taco_jax.compression.compression import Compression
 from taco_jax.dropin.hlo_module import Computation, Module
 from taco_jax.dropin.mesh_axes import Place
-from taco_jax.train.shards import pack, unpack
 
 PREFIX = "taco_jax_replacement_"
 
