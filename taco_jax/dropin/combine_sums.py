@@ -43,7 +43,7 @@ def combine(module: Module, key: Callable[[collective_forms.Collective], Hashabl
 
 
 def _groups(computation: Computation, sums: list) -> list[list]:
-    """Those sums, in the computation's order, that become one: independent of each other and within the limits."""
+    """Sums that become one, in the computation's order: independent of each other and within the limits."""
     at = {instruction.id: n for n, instruction in enumerate(sums)}
     # Bits of the sums that an instruction is computed from.
     needs: dict[int, int] = {}
