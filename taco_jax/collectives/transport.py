@@ -1,4 +1,4 @@
-"""How a message is cut into shares and chunks, and how the wires of a hop change hands.
+"""How a message is cut into shares and chunks, how several arrays are one, and how the wires of a hop change hands.
 
 A message is cut into one share for each rank, and the shares into chunks that travel one after the other. A chunk is
 the same piece of every rank's share, so each element has the owner and the block that it has in one piece, and the
@@ -59,6 +59,24 @@ def cut(geometry: Geometry, chunks: int, block: int) -> list[Geometry]:
     return [
         Geometry(geometry.elements, geometry.messages, min(piece, n - start), start, n) for start in range(0, n, piece)
     ]
+
+
+def pack(parts: list[jax.Array], block: int) -> jax.Array:
+    """Arrays [..., n] side by side in one; each begins at a multiple of `block`, so no block has elements of two."""
+    padded = []
+    for x in parts:
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
+        padded.append(jnp.pad(x, widths) if widths[-1][1] else x)
+    return padded[0] if len(padded) == 1 else jnp.concatenate(padded, axis=-1)
+
+
+def unpack(packed: jax.Array, lengths: list[int], block: int) -> list[jax.Array]:
+    """The inverse of `pack` for parts of these lengths."""
+    parts, start = [], 0
+    for n in lengths:
+        parts.append(lax.slice_in_dim(packed, start, start + n, axis=-1))
+        start += n + -n % block
+    return parts
 
 
 def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:

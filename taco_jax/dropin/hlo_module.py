@@ -134,6 +134,27 @@ class Computation:
         if self.proto.root_id == old:
             self.proto.root_id = new
 
+    def in_order(self) -> list:
+        """The instructions as they stand now."""
+        return sorted(self.instructions.values(), key=lambda i: self._place[i.id])
+
+    def reorder(self) -> None:
+        """Puts operands before their users again, the rest as near as can be to where it stands."""
+        done: dict[int, tuple[int, int]] = {}
+        begun: set[int] = set()
+        for last in self.in_order():
+            waiting = [last.id]
+            while waiting:
+                at = self.instructions[waiting[-1]]
+                needs = [i for i in (*at.operand_ids, *at.control_predecessor_ids) if i not in done]
+                if not needs:
+                    done.setdefault(waiting.pop(), (len(done), 0))
+                elif at.id in begun:
+                    raise HloFormError(f"{self.module.name}: {at.name} needs its own result")
+                begun.add(at.id)
+                waiting += needs
+        self._place = done
+
     def finish(self) -> None:
         """Puts new instructions in their places and drops those that are deleted."""
         if not self._added and not self._deleted:

@@ -61,7 +61,7 @@ FIELDS = {
 }  # fmt: skip
 
 # XLA's element types by number.
-PRED = 1
+PRED, TUPLE = 1, 13
 FLOATS = {10: "float16", 11: "float32", 16: "bfloat16"}
 NAMES = FLOATS | {
     1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "uint8", 7: "uint16", 8: "uint32", 9: "uint64",

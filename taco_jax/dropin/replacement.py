@@ -15,11 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from taco_jax.collectives import comm_log
+from taco_jax.collectives.transport import pack, unpack
 from taco_jax.compression.compression import Compression
 from taco_jax.dropin.hlo_module import Computation, Module
 from taco_jax.dropin.mesh_axes import Place
@@ -61,9 +63,10 @@ def run(request: Request, *xs):
     (x, *_) = xs
     match request.operation:
         case "all_reduce" if len(xs) > 1:
-            y = taco_jax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes, compression=compression)
-            ends = np.cumsum([x.size for x in xs])
-            return tuple(y[end - x.size : end].reshape(x.shape) for x, end in zip(xs, ends))
+            block = compression.codecs[0].block
+            y = taco_jax.psum(pack([x.reshape(-1) for x in xs], block), axes, compression=compression)
+            slices = _slices if request.place.mesh.devices.flat[0].platform == "cpu" else unpack
+            return tuple(part.reshape(x.shape) for part, x in zip(slices(y, [x.size for x in xs], block), xs))
         case "all_reduce":
             return taco_jax.psum(x, axes, compression=compression)
         case "reduce_scatter":
@@ -77,6 +80,17 @@ def run(request: Request, *xs):
         case "collective_permute":
             return taco_jax.ppermute(x, axes, request.perm, compression=compression)
     raise ValueError(f"operation={request.operation!r}")
+
+
+def _slices(packed: jax.Array, lengths: list[int], block: int) -> list[jax.Array]:
+    """`unpack` with starts that the compiler does not know.
+
+    XLA on CPU compiles a kernel for each slice, 20 ms and more for each array of a message. So one serves all arrays of
+    a shape.
+    """
+    starts = np.cumsum([0, *(n + -n % block for n in lengths[:-1])])
+    starts = lax.optimization_barrier(tuple(jnp.int32(start) for start in starts))
+    return [lax.dynamic_slice_in_dim(packed, start, n) for start, n in zip(starts, lengths)]
 
 
 _numbers = itertools.count()

@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
-from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, sum_and_slice
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
 from taco_jax.dropin.mesh_axes import Place, live_meshes, of_devices, places
 from taco_jax.dropin.plan import DropInPlan, Rule, directed
-from taco_jax.dropin.replacement import Replacement, Request, find, inline
+from taco_jax.dropin.replacement import Request, find
 from taco_jax.dropin.report import History, Program, Site, note
+from taco_jax.dropin.splice import Choice, ReplacedParts, arrays, memory_order, splice
 
 NOTE = "taco_jax_drop_in"
 
@@ -41,18 +42,20 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
         module = Module(module.serialize())
     if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
         module = Module(module.serialize())
+    if combine_sums.combine(module, _Chooser(module, plan).joined, len(devices), meshes):
+        module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
         return None
-    editor = _Editor(module, plan)
-    choices = [(c, editor.choose(c)) for c in found]
+    chooser = _Chooser(module, plan)
+    choices = [(c, chooser.choose(c)) for c in found]
     runs = [module.runs(c.computation) for c in found]
     for (collective, chosen), times in zip(choices, runs):
-        editor.apply(collective, chosen, times)
+        chooser.apply(collective, chosen, times)
     wide = {name for mesh in meshes for name, size in mesh.shape.items() if size > 1}
     names = {(name, name in wide) for mesh in made for name in mesh.axis_names}
     id = hashlib.sha256(serialized).hexdigest()[:16]
-    written = note(plan, Program(id, module.name, tuple(editor.sites), frozenset(editor.rules), frozenset(names)))
+    written = note(plan, Program(id, module.name, tuple(chooser.sites), frozenset(chooser.rules), frozenset(names)))
     history.add(written)
     _write_note(module, written)
     return module.serialize()
@@ -101,55 +104,31 @@ def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tup
     return None, 0
 
 
-class _Choice:
-    """The decision about one part of a collective."""
-
-    def __init__(self, operation: str, **fields):
-        self.operation = operation
-        self.own_slice = self.rule = None
-        self.gathers_weights = False  # and the plan names its axis alone, not the operation
-        self.place: Place | None = None
-        self.request: Request | None = None
-        self.message: _Message | None = None
-        self.reason = ""
-        self.__dict__.update(fields)
-
-
-class _Message:
-    """The replacement of a part, or of several parts of a combined sum that go in one message."""
-
-    def __init__(self, replacement: Replacement, shares: dict[int, float]):
-        """shares: of what is sent, by part."""
-        self.replacement, self.shares = replacement, shares
-        self.results: dict[int, object] | None = None
-
-
-class _Editor:
-    """The changes of one module. First every collective is looked at as it came, then all are changed."""
+class _Chooser:
+    """The decisions about one module. First every collective is looked at as it came, then all are changed."""
 
     def __init__(self, module: Module, plan: DropInPlan):
         self.module, self.plan = module, plan
         self.sites: list[Site] = []
         self.rules: set[int] = set()
 
-    def choose(self, collective: Collective) -> list[_Choice]:
+    def choose(self, collective: Collective) -> list[Choice]:
         choices = [self._choose(collective, part) for part in collective.parts]
         joined: dict[tuple, list[int]] = {}
         for n, choice in enumerate(choices):
             if choice.request is not None:
                 # XLA has combined sums of small arrays, as of gradients: they stay one message.
-                alone = (
-                    choice.own_slice
-                    or choice.operation != "all_reduce"
-                    or choice.request.compression.codecs[0].per_token
-                )
-                key = (n,) if alone else (choice.request.compression, choice.request.dtype, choice.request.place)
-                joined.setdefault(key, []).append(n)
+                joined.setdefault(choice.message_key or (n,), []).append(n)
         for parts in joined.values():
             self._send(collective, choices, parts)
         return choices
 
-    def _send(self, collective: Collective, choices: Sequence[_Choice], parts: Sequence[int]) -> None:
+    def joined(self, collective: Collective) -> tuple | None:
+        """Equal for sums that may become one message, None for what stays exact or goes alone."""
+        (part,) = collective.parts
+        return self._choose(collective, part).message_key
+
+    def _send(self, collective: Collective, choices: Sequence[Choice], parts: Sequence[int]) -> None:
         """Finds the replacement of parts that go in one message, where that sends less than they do."""
         first = choices[parts[0]]
         shapes = tuple(shape for n in parts for shape in choices[n].request.shapes)
@@ -161,16 +140,16 @@ class _Editor:
                 codec = first.request.compression.codecs[0].name
                 choices[n].reason = f"{sizes[n]:,} bytes, of which {codec} would send no fewer"
             return
-        message = _Message(found, {n: found.sent * size / total for n, size in sizes.items()})
+        message = ReplacedParts(found, {n: found.sent * size / total for n, size in sizes.items()})
         for n in parts:
             choices[n].message = message
 
-    def _choose(self, collective: Collective, part) -> _Choice:
+    def _choose(self, collective: Collective, part) -> Choice:
         operation, own = collective.operation, None
         if operation == "all_reduce" and not collective.why_exact and len(part.values) == 1:
             own = self._own_slice(collective, part)
             operation = "reduce_scatter" if own else operation
-        choice = _Choice(operation)
+        choice = Choice(operation)
         if collective.places:
             # A program may have other meshes over the same devices: the plan speaks of this one.
             planned = {axis for rule in self.plan.rules for axis in rule.axes}
@@ -195,7 +174,7 @@ class _Editor:
                 return sum_and_slice.find(self.module, collective.computation, part.values[0], collective.groups)
         return None
 
-    def _why_unnamed(self, collective: Collective, choice: _Choice) -> str:
+    def _why_unnamed(self, collective: Collective, choice: Choice) -> str:
         if choice.rule is not None:
             return "" if choice.rule.compression is not None else "the plan says so"
         if not collective.places:
@@ -205,7 +184,7 @@ class _Editor:
             return f"it goes over {' and '.join(axes)} at once; the plan would name them together, {'+'.join(axes)!r}"
         return "the plan does not name it"
 
-    def _fit(self, collective: Collective, part, choice: _Choice, n: int) -> str:
+    def _fit(self, collective: Collective, part, choice: Choice, n: int) -> str:
         """Finds the replacement of one part. Returns why there is none, else ""."""
         computation, operation = collective.computation, choice.operation
         operands = [computation.instructions[i] for i in part.operands]
@@ -226,8 +205,8 @@ class _Editor:
         codec = compression.codecs[0]
         if codec.exact:
             return "the plan says so"
-        order = _order(shape)
-        if any(_order(s) != order for s in _arrays(part.shape)):
+        order = memory_order(shape)
+        if any(memory_order(s) != order for s in arrays(part.shape)):
             return "its layout changes on the way"
         ranks = _ranks(choice.place)
         size = _size(collective, part)
@@ -258,103 +237,14 @@ class _Editor:
         device = place.mesh.devices.flat[0]
         return tuned.default_min_bytes(codec, ranks, device, link=rule.compression.link)
 
-    def apply(self, collective: Collective, choices: Sequence[_Choice], runs: int) -> None:
-        """Puts the replacements in and lists the sites."""
+    def apply(self, collective: Collective, choices: Sequence[Choice], runs: int) -> None:
+        """Lists the sites and puts the replacements in."""
         for n, choice in enumerate(choices):
             self.sites.append(self._site(collective, n, choice, runs))
-        if not any(choice.message for choice in choices):
-            return
-        old, computation = collective.instruction, collective.computation
-        results = [
-            self._put(collective, choices, choice.message)[n] if choice.message else None
-            for n, choice in enumerate(choices)
-        ]
-        if len(collective.parts) == 1:
-            ((part,), (choice,), (result,)) = collective.parts, choices, results
-            if choice.own_slice:
-                sum_and_slice.put(computation, choice.own_slice, old.id, result)
-                computation.delete(old)
-            else:
-                computation.take_over(old, result)
-            return
-        self._keep_rest(collective, [n for n, result in enumerate(results) if result is None])
-        for part, choice, result in zip(collective.parts, choices, results):
-            if result is None:
-                continue
-            first, *others = (computation.instructions[i] for i in part.values)
-            if choice.own_slice:
-                sum_and_slice.put(computation, choice.own_slice, first.id, result)
-                computation.delete(first)
-                continue
-            computation.take_over(first, result)
-            for other in others:
-                self._read_instead(computation, other, first_id=part.values[0])
-        computation.delete(old)
+        if any(choice.message for choice in choices):
+            splice(collective, choices)
 
-    def _keep_rest(self, collective: Collective, exact: list[int]) -> None:
-        """Sends those parts that stay exact in one collective, as before."""
-        if not exact:
-            return
-        old, computation = collective.instruction, collective.computation
-        rest = computation.add(old, old)
-        rest.name = self.module.fresh_name(old.name)
-        rest.operand_ids[:] = [collective.parts[n].operands[0] for n in exact]
-        shapes = [type(old.shape).FromString(old.shape.tuple_shapes[n].SerializeToString()) for n in exact]
-        if len(exact) == 1:
-            rest.shape.CopyFrom(shapes[0])
-            (part,) = (collective.parts[n] for n in exact)
-            for n, id in enumerate(part.values):
-                value = computation.instructions[id]
-                if n == 0:
-                    computation.take_over(value, rest)
-                else:
-                    self._read_instead(computation, value, first_id=part.values[0])
-            return
-        del rest.shape.tuple_shapes[:]
-        rest.shape.tuple_shapes.extend(shapes)
-        for place, n in enumerate(exact):
-            for id in collective.parts[n].values:
-                value = computation.instructions[id]
-                value.operand_ids[:], value.tuple_index = [rest.id], place
-
-    def _read_instead(self, computation, value, first_id: int) -> None:
-        """Lets the readers of `value` read the instruction `first_id`."""
-        computation.replace_uses(value.id, first_id)
-        computation.delete(value)
-
-    def _put(self, collective: Collective, choices: Sequence[_Choice], message: _Message) -> dict[int, object]:
-        """Copies a message's replacement in front of the collective, once. Returns the result's instruction by part."""
-        if message.results is not None:
-            return message.results
-        computation, old = collective.computation, collective.instruction
-        operands = []
-        for n in message.shares:
-            for id in collective.parts[n].operands:
-                shape = computation.instructions[id].shape
-                operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
-        numbers = list(message.shares)
-        first, choice = collective.parts[numbers[0]], choices[numbers[0]]
-        op_name = f"{first.op_name}/taco_jax.{choice.operation}[{message.replacement.codec}]"
-        results = inline(message.replacement, computation, old, operands, op_name)
-        if choice.own_slice:
-            shapes = [self._sliced(first.shape, choice.own_slice)]
-        else:
-            shapes = [shape for n in numbers for shape in _arrays(collective.parts[n].shape)]
-        results = [r if _is_plain(s) else _bitcast(computation, old, s, r.id) for r, s in zip(results, shapes)]
-        if first.shape.tuple_shapes:
-            results = [computation.make(old, "tuple", first.shape, [r.id for r in results], like=old)]
-        results[0].control_predecessor_ids.extend(old.control_predecessor_ids)
-        message.results = dict(zip(numbers, results, strict=True))
-        return message.results
-
-    def _sliced(self, shape, own):
-        """The shape of each device's part, in the sum's own dtype."""
-        cut = type(shape)()
-        cut.CopyFrom(shape)
-        cut.dimensions[:] = own.computation.instructions[own.slice_id].shape.dimensions
-        return cut
-
-    def _site(self, collective: Collective, n: int, choice: _Choice, runs: int) -> Site:
+    def _site(self, collective: Collective, n: int, choice: Choice, runs: int) -> Site:
         part, message = collective.parts[n], choice.message
         shape = collective.computation.instructions[part.operands[0]].shape
         ranks = len(collective.groups[0]) if collective.groups else 2
@@ -380,30 +270,3 @@ def _size(collective: Collective, part) -> int:
     if collective.operation == "all_gather":
         return nbytes(part.shape) if not collective.instruction.opcode.endswith("-start") else 0
     return sum(nbytes(collective.computation.instructions[i].shape) for i in part.operands)
-
-
-def _arrays(shape) -> list:
-    return list(shape.tuple_shapes) or [shape]
-
-
-def _order(shape) -> tuple[int, ...]:
-    """Dims from the outermost in memory to the innermost."""
-    minor = list(shape.layout.minor_to_major)
-    return tuple(reversed(minor)) if minor else tuple(range(len(shape.dimensions)))
-
-
-def _is_plain(shape) -> bool:
-    return _order(shape) == tuple(range(len(shape.dimensions)))
-
-
-def _plain(shape):
-    """The shape of the same memory with its dims in their order in memory."""
-    plain = type(shape)()
-    plain.CopyFrom(shape)
-    plain.dimensions[:] = [shape.dimensions[d] for d in _order(shape)]
-    plain.layout.minor_to_major[:] = reversed(range(len(shape.dimensions)))
-    return plain
-
-
-def _bitcast(computation, before, shape, operand: int):
-    return computation.make(before, "bitcast", shape, [operand], like=before)

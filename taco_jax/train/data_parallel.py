@@ -40,10 +40,10 @@ from taco_jax.codec import Codec, as_codec
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.manual_region import axis_tuple
 from taco_jax.collectives.topology import ranks_per_host
-from taco_jax.collectives.transport import chunk_elements
+from taco_jax.collectives.transport import chunk_elements, pack, unpack
 from taco_jax.compression.compression import MAX_CHUNKS, Compression
 from taco_jax.config import TrainConfig
-from taco_jax.train.shards import Cut, buckets, cut, pack, unpack
+from taco_jax.train.shards import Cut, buckets, cut
 
 GRADIENTS, PARAMETERS = comm_log.GRADIENTS, "dp/params"
 BF16 = "bfloat16"

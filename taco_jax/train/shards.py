@@ -1,4 +1,4 @@
-"""How a leaf is cut into one share for each data-parallel rank, and how shares of several leaves become one message.
+"""How a leaf is cut into one share for each data-parallel rank, and which leaves travel together.
 
 A leaf is cut along one dim, in equal contiguous pieces. Where no dim divides, one is padded with zeros at its end, on
 every device by itself: the array of shares is then longer than the leaf. Elements stay where they are, so what is
@@ -94,24 +94,6 @@ def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int], rank
     local = tuple(n // p for n, p in itertools.zip_longest(shape, parts, fillvalue=1))
     cuts = [Cut(local, ranks, dim, spec) for dim in range(len(shape))]
     return min(cuts, key=lambda c: math.prod(c.share_shape))
-
-
-def pack(parts: list[jax.Array], block: int) -> jax.Array:
-    """Arrays [..., n] side by side in one; each begins at a multiple of `block`, so no block has elements of two."""
-    padded = []
-    for x in parts:
-        widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
-        padded.append(jnp.pad(x, widths) if widths[-1][1] else x)
-    return padded[0] if len(padded) == 1 else jnp.concatenate(padded, axis=-1)
-
-
-def unpack(packed: jax.Array, lengths: list[int], block: int) -> list[jax.Array]:
-    """The inverse of `pack` for parts of these lengths."""
-    parts, start = [], 0
-    for n in lengths:
-        parts.append(lax.slice_in_dim(packed, start, start + n, axis=-1))
-        start += n + -n % block
-    return parts
 
 
 def buckets(sizes: list[int], groups: list, limit: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from taco_jax.dropin import compat
+from taco_jax.dropin import DropInError, compat
 
 WIDTH, HIDDEN, TOKENS, LAYERS = 1024, 4096, 2048, 3
 
@@ -95,3 +95,48 @@ def test_sums_of_sums_are_merged_first():
     )
     assert site.operation == "all_reduce" and site.compressed
     assert large(compiled) == {("all-to-all", "u8"), ("all-gather", "u8")}
+
+
+def test_sums_of_small_gradients_are_one_message():
+    """Which XLA would combine, after the hook, if they were exact."""
+    on = mesh(data=4)
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    args = [array(on, (WIDTH, WIDTH))] * 6, array(on, (TOKENS, WIDTH), "data")
+    f = jax.jit(jax.grad(loss))
+    exact = f.trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    assert [opcode for opcode, _, _ in collectives(exact)] == ["all-reduce"]
+    compiled, found = compile(f, args, {"data": taco_jax.Compression("int8h", link="nccl")}, min_bytes=0)
+    assert len(found) == 6 and all(site.compressed for site in found)
+    assert [opcode for opcode, _, _ in collectives(compiled)] == ["all-gather", "all-to-all"]
+
+
+def test_windowed_einsum_leaves_permutations():
+    """A product and the scatter of its sum become a ring before the hook sees them; an all-reduce stays one."""
+    on = mesh(tensor=4)
+    codec = taco_jax.Compression("int8h", link="nccl")
+    args = array(on, (TOKENS, WIDTH), None, "tensor"), array(on, (WIDTH, WIDTH), "tensor")
+    windowed = {"xla_gpu_threshold_for_windowed_einsum_mib": 0}
+
+    def product(*spec, options=windowed):
+        f = lambda x, w: jnp.tanh(x) @ w
+        return jax.jit(f, out_shardings=NamedSharding(on, P(*spec)), compiler_options=options)
+
+    whole = lambda operation: {(operation, ("tensor",), True)}
+    seen = lambda sites: {(s.operation, s.axes, s.compressed) for s in sites}
+    for plan in ({"tensor": codec}, {"tensor": {"collective_permute": codec}}):
+        compiled, found = compile(product("tensor"), args, plan, min_bytes=0)
+        assert seen(found) == whole("collective_permute")
+        assert dict(large(compiled)) == {"collective-permute": "u8"}
+    for operation in ("all_reduce", "reduce_scatter"):
+        with pytest.raises(DropInError, match="nothing was compressed: the plan does not name it$"):
+            compile(product("tensor"), args, {"tensor": {operation: codec}}, min_bytes=0)
+    # Without it the sum is there, and so is one whose result is not scattered.
+    _, found = compile(product("tensor", options={}), args, {"tensor": codec}, min_bytes=0)
+    assert seen(found) == whole("reduce_scatter")
+    _, found = compile(product(), args, {"tensor": {"all_reduce": codec}}, min_bytes=0)
+    assert seen(found) == whole("all_reduce")

@@ -46,6 +46,22 @@ MUTANTS = (
         (f"{OPERATIONS} -k others_read",),
     ),
     Mutant(
+        "drop-in-needed-sum",
+        "a sum goes in one message with another that it is computed from",
+        "taco_jax/dropin/combine_sums.py",
+        "if before & bits or not bits or",
+        "if not bits or",
+        ("tests/dropin/test_combined_sums.py -k needs_another",),
+    ),
+    Mutant(
+        "drop-in-shared-block",
+        "arrays of one message begin in the middle of a block",
+        "taco_jax/dropin/replacement.py",
+        "block = compression.codecs[0].block",
+        "block = 1",
+        ("tests/dropin/test_combined_sums.py -k spoils",),
+    ),
+    Mutant(
         "drop-in-maximum",
         "maxima are sent as sums",
         "taco_jax/dropin/collective_forms.py",

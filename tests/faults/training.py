@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "bucket-blocks",
         "leaves of a bucket begin in the middle of a block",
-        "taco_jax/train/shards.py",
+        "taco_jax/collectives/transport.py",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]",
         "widths = [(0, 0)] * (x.ndim - 1) + [(0, 0)]",
         ("tests/train/test_shards.py",),

@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from shards import per_rank
 
-from taco_jax.train.shards import buckets, cut, pack, unpack
+from taco_jax.collectives.transport import pack, unpack
+from taco_jax.train.shards import buckets, cut
 
 SIZES = {"dp": 4, "pp": 2, "tp": 2}
 
