@@ -82,12 +82,20 @@ def donates(serialized: bytes) -> bool:
     return bool(proto.input_output_alias or proto.buffer_donor)
 
 
-def _merges(collective: Collective, plan: DropInPlan) -> bool:
-    """Returns whether sums of an all-reduce's results become sums of its operands: where the plan compresses it."""
+def _merges(collective: Collective, plan: DropInPlan) -> int | None:
+    """The number of the line of the plan that compresses a collective, None where it stays exact.
+
+    Sums of results become sums of operands where it is one line's.
+    """
     if collective.why_exact:
-        return False
-    rule, _ = _rule(collective, collective.parts[0], plan, "all_reduce")
-    return rule is not None and rule.compression is not None
+        return None
+    operation, value = collective.operation, collective.instruction.id
+    if operation == "all_reduce" and not collective.instruction.shape.tuple_shapes:
+        module = collective.computation.module
+        if sum_and_slice.find(module, collective.computation, value, collective.groups):
+            operation = "reduce_scatter"
+    rule, _ = _rule(collective, collective.parts[0], plan, operation)
+    return None if rule is None or rule.compression is None else plan.rules.index(rule)
 
 
 def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
