@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taco_jax.dropin.dataflow import ARITHMETIC
-from taco_jax.dropin.hlo_module import Computation
+from taco_jax.dropin.hlo_module import Computation, Module
 
 # Functions of their operands and of the device alone, of which indices are made.
 INDEX = {"constant", "partition-id", "copy", "bitcast", "reshape", "convert", "broadcast", "dynamic-slice"}
@@ -20,6 +20,12 @@ def attributes(instruction) -> bytes:
     for field in IDENTITY:
         copy.ClearField(field)
     return copy.SerializeToString(deterministic=True)
+
+
+def reducer(module: Module, instruction) -> tuple:
+    """What a collective computes: equal for copies of one computation."""
+    called = [module.computation(id).proto for id in instruction.called_computation_ids]
+    return tuple((i.opcode, i.shape.SerializeToString()) for proto in called for i in proto.instructions)
 
 
 def index(computation: Computation, id: int, depth: int = 8):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
-from taco_jax.dropin import collective_forms, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin import collective_forms, dataflow, merge_sums, share_collectives, sum_and_slice
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
@@ -39,8 +39,9 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
-    if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
-        module = Module(module.serialize())
+    for first in (share_collectives.share, merge_sums.merge):
+        if first(module, lambda c: _merges(c, plan), len(devices), meshes):
+            module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
         return None
@@ -85,7 +86,7 @@ def donates(serialized: bytes) -> bool:
 def _merges(collective: Collective, plan: DropInPlan) -> int | None:
     """The number of the line of the plan that compresses a collective, None where it stays exact.
 
-    Sums of results become sums of operands where it is one line's.
+    Sums of results become sums of operands, and equal collectives one, where it is one line's.
     """
     if collective.why_exact:
         return None

@@ -1,14 +1,21 @@
-"""Sums of slices of sums: one message in the place of several.
+"""Sums of slices of sums, and equal collectives: one message in the place of several.
 
 `UNFUSED` shows the hook on CPU what it gets on CUDA: collectives and slices that stand alone.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from dropin_programs import UNFUSED, check_close, check_equal, fresh, mesh, run, sharded
+from hlo import counts
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from taco_jax.dropin import share_collectives
+from taco_jax.dropin.hlo_module import Module
 
 ROWS, COLUMNS = 32, 512
 PART = COLUMNS // 4
@@ -77,3 +84,79 @@ def test_a_sum_of_parts_that_one_operation_of_the_plan_names():
     ]  # fmt: skip
     check_equal(f(x)[1], ours[1])
     check_close(f(x)[0], ours[0], 0.015)
+
+
+# Equal collectives. XLA's partitioner writes several where one array is wanted under shardings that differ in nothing.
+
+SPECS = ((P.UNCONSTRAINED, None), (None, None), ("a", None))
+
+
+def gathered(on, y, n=0):
+    constrained = lambda y, spec: lax.with_sharding_constraint(y, NamedSharding(on, P(*spec)))
+    return constrained(constrained(y, (None, "b")), SPECS[n])
+
+
+def program(f, **axes):
+    """(jit of f with a mesh as its first argument, its arguments): an array and weights, both cut over b."""
+    on = mesh(a=1, b=4, **axes)
+    x, w = (jax.random.normal(jax.random.key(n), (n * 64, 512)) for n in (2, 8))
+    f = jax.jit(fresh(functools.partial(f, on)), compiler_options=UNFUSED)
+    return f, (sharded(on, x, None, "b"), sharded(on, w / 16, None, "b"))
+
+
+def three(on, x, w):
+    y = jnp.sin(x)
+    return gathered(on, y) @ w, jnp.cos(gathered(on, y, 1)) @ w, gathered(on, y, 2) * 3
+
+
+def test_equal_collectives_are_one_message():
+    f, args = program(three)
+    assert counts(f.lower(*args).compile()) == {"all-gather": 3}
+    compiled, ours, (site,) = run(f, args, {"b": "int8h"})
+    assert counts(compiled) == {"all-gather": 1} and site.compressed
+    check_close(f(*args), ours, 0.01)
+
+
+def test_what_waits_stays_where_it_is():
+    """Without reading another instruction, and so does that one."""
+    f, args = program(three)
+    modules = f.lower(*args).compile().runtime_executable().hlo_modules()
+    module = Module(modules[0].as_serialized_hlo_module_proto())
+    sends = [i for i in module.entry.proto.instructions if i.opcode == "all-gather"]
+    sends[2].control_predecessor_ids.append(sends[0].id)
+    assert share_collectives.share(module, lambda c: 0, 4, []) == 0
+    del sends[2].control_predecessor_ids[:]
+    assert share_collectives.share(module, lambda c: 0, 4, []) == 2
+
+
+def test_collectives_that_differ_are_not_shared():
+    """In what they send, in the line of the plan, or in nothing but what comes before them."""
+
+    def four(on, x, w):
+        y = jnp.sin(x)
+        with jax.named_scope("other"):
+            other = jnp.cos(gathered(on, y, 1)) @ w
+        return gathered(on, y) @ w, other, jnp.cos(gathered(on, jnp.cos(x))) @ w
+
+    f, args = program(four)
+    _, ours, found = run(f, args, {"b": {"*/other/*": "int4h", "*": "int8h"}})
+    assert sorted(s.codec for s in found) == ["int4h", "int8h", "int8h"]
+    check_close(f(*args), ours, 0.1)
+
+
+def test_what_would_be_kept_for_long_is_sent_anew():
+    """Gathers of the program's arguments, and one each for the forward and the backward pass."""
+
+    def f(on, x, w):
+        @jax.custom_vjp
+        def g(y):
+            return jnp.cos(gathered(on, y)).sum()
+
+        g.defvjp(lambda y: (g(y), y), lambda y, t: (t * jnp.tanh(gathered(on, y, 1)),))
+        return jax.value_and_grad(lambda x: g(jnp.sin(x)))(x), gathered(on, w) * 2, jnp.cos(gathered(on, w, 1))
+
+    f, args = program(f)
+    assert counts(f.lower(*args).compile())["all-gather"] == 4
+    _, ours, found = run(f, args, {"b": {"all_gather": "int8h"}})
+    assert [s.operation for s in found if s.compressed] == 4 * ["all_gather"]
+    check_close(f(*args), ours, 0.05)

@@ -46,6 +46,14 @@ MUTANTS = (
         ("tests/dropin/test_fewer_messages.py -k sums_of_parts",),
     ),
     Mutant(
+        "drop-in-shared-operands",
+        "collectives of different arrays are taken for one",
+        "taco_jax/dropin/share_collectives.py",
+        "equality.attributes(instruction), tuple(instruction.operand_ids), reducer",
+        "equality.attributes(instruction), reducer",
+        ("tests/dropin/test_fewer_messages.py -k that_differ",),
+    ),
+    Mutant(
         "drop-in-read-twice",
         "a sum that others read too is merged with another",
         "taco_jax/dropin/merge_sums.py",
