@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from taco_jax.dropin import collective_forms, equality
+from taco_jax.dropin import collective_forms, dataflow
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Computation, Module
 from taco_jax.dropin.hlo_proto import FLOATS, dtype_name
@@ -112,8 +112,8 @@ def _term(computation: Computation, id: int, by_id) -> Term:
 def _kind(term: Term) -> tuple:
     """Equal for terms whose collectives can be one."""
     c, computation = term.collective, term.collective.computation
-    starts = lambda step: tuple(equality.index(computation, i) for i in step.operand_ids[1:])
-    chain = tuple((equality.attributes(step), starts(step)) for step in term.chain)
+    starts = lambda step: tuple(dataflow.index(computation, i) for i in step.operand_ids[1:])
+    chain = tuple((dataflow.attributes(step), starts(step)) for step in term.chain)
     # Ranks of a reduce-scatter have an order.
     groups = frozenset(map(frozenset, c.groups)) if c.operation == "all_reduce" else frozenset(c.groups)
     shapes = (computation.instructions[c.instruction.operand_ids[0]].shape, c.instruction.shape)

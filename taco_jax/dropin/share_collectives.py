@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from taco_jax.dropin import collective_forms, dataflow, equality
+from taco_jax.dropin import collective_forms, dataflow
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Computation, Module
 
@@ -46,8 +46,8 @@ def _kind(collective: Collective) -> tuple:
     """Equal for collectives whose results are."""
     instruction = collective.instruction
     direction = collective.parts[0].direction
-    reducer = equality.reducer(collective.computation.module, instruction)
-    return equality.attributes(instruction), tuple(instruction.operand_ids), reducer, direction
+    reducer = dataflow.reducer(collective.computation.module, instruction)
+    return dataflow.attributes(instruction), tuple(instruction.operand_ids), reducer, direction
 
 
 def _movable(collective: Collective, waited_for: set[int]) -> bool:

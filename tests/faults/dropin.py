@@ -49,8 +49,8 @@ MUTANTS = (
         "drop-in-shared-operands",
         "collectives of different arrays are taken for one",
         "taco_jax/dropin/share_collectives.py",
-        "equality.attributes(instruction), tuple(instruction.operand_ids), reducer",
-        "equality.attributes(instruction), reducer",
+        "dataflow.attributes(instruction), tuple(instruction.operand_ids), reducer",
+        "dataflow.attributes(instruction), reducer",
         ("tests/dropin/test_fewer_messages.py -k that_differ",),
     ),
     Mutant(
