@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--programs", default="stack", help=f"of {', '.join(client_programs.PROGRAMS)}")
     parser.add_argument("--variants", default="none,int8h,int6h,int4h")
     parser.add_argument("--min-bytes", type=int, default=None, help="smaller messages stay exact; as tuned by default")
+    parser.add_argument("--across-tokens", action="store_true", help="blocks across tokens, without transpositions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-round", type=int, default=4)
     parser.add_argument("--loss-steps", type=int, default=12)
@@ -138,7 +139,8 @@ def compiled(client: client_programs.Client, compression: Compression | None, ar
         if compression is None:
             step = once()
         else:
-            with taco_jax.compressed({client.axis: compression}, min_bytes=args.min_bytes) as report:
+            options = {"min_bytes": args.min_bytes, "across_tokens": args.across_tokens}
+            with taco_jax.compressed({client.axis: compression}, **options) as report:
                 step = once()
         seconds.append(time.perf_counter() - start)
     return Compiled(step, report, seconds, hlo_collectives.collectives(step.as_text()))

@@ -1,4 +1,7 @@
-"""Where a value of a module comes from, through loops, tuples and fusions; integers that depend on the device."""
+"""Where a value of a module comes from, through loops, tuples and fusions; integers that depend on the device.
+
+And keys that are equal for instructions of one computation that say the same.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,11 @@ ARITHMETIC = {
 COMPARISONS = {
     "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal
 }  # fmt: skip
+# Functions of their operands and of the device alone, of which indices are made.
+INDEX = {"constant", "partition-id", "copy", "bitcast", "reshape", "convert", "broadcast", "dynamic-slice"}
+INDEX |= {"clamp", "select", "compare", *ARITHMETIC}
+# What tells an instruction from others, and what a key has apart.
+IDENTITY = ("name", "id", "metadata", "channel_id", "operand_ids", "called_computation_ids")
 
 
 def source(module: Module, computation: Computation, id: int, path: tuple[int, ...] = ()):
@@ -120,3 +128,27 @@ def evaluate(module: Module, computation: Computation, id: int, partition: int, 
             return function(*values)
     at = source(module, computation, id, path)
     return None if at is None else evaluate(module, *at[:2], partition, path=at[2], depth=depth - 1)
+
+
+def attributes(instruction) -> bytes:
+    """All that an instruction says but its identity and what it reads and calls: opcode, shape, layout, groups, fields
+    that the hook does not know."""
+    copy = type(instruction)()
+    copy.CopyFrom(instruction)
+    for field in IDENTITY:
+        copy.ClearField(field)
+    return copy.SerializeToString(deterministic=True)
+
+
+def reducer(module: Module, instruction) -> tuple:
+    """The key of a collective's reduction: equal for copies of one computation."""
+    called = [module.computation(id).proto for id in instruction.called_computation_ids]
+    return tuple((i.opcode, i.shape.SerializeToString()) for proto in called for i in proto.instructions)
+
+
+def index(computation: Computation, id: int, depth: int = 8):
+    """A key of a value, by what it is computed of where that is a function of the device, else by its instruction."""
+    instruction = computation.instructions[id]
+    if depth == 0 or instruction.opcode not in INDEX:
+        return id
+    return attributes(instruction), tuple(index(computation, i, depth - 1) for i in instruction.operand_ids)

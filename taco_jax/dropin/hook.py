@@ -160,7 +160,11 @@ _hooks = _Hooks()
 
 @contextlib.contextmanager
 def compressed(
-    plan: Mapping, *, min_bytes: int | None = None, require: float | Mapping[str, float] | None = None
+    plan: Mapping,
+    *,
+    min_bytes: int | None = None,
+    require: float | Mapping[str, float] | None = None,
+    across_tokens: bool = False,
 ) -> Iterator[Report]:
     """Compresses the collectives of every program that this thread compiles inside the block.
 
@@ -178,6 +182,10 @@ def compressed(
         What gathers the program's own arguments (weights) is exact unless its operation is named.
       min_bytes: smaller collectives stay exact. None: as tuned for codec, ranks and link; 0 on the emulator.
       require: the least share of the bytes that the plan names, of every axis or of each by name, that is compressed.
+      across_tokens: experimental. Messages that cut or join the innermost dim of an array are sent in that dim's order.
+        On GPUs, matrix products write and read that order themselves, which saves a transposition of each array. Blocks
+        then run across the tokens of one feature: small tokens beside large ones lose accuracy, and small features
+        beside large ones win it. Codecs with one scale a token keep their tokens.
 
     Raises:
       ValueError, TypeError: a plan that cannot be, in one line.
@@ -185,7 +193,7 @@ def compressed(
         matches nothing, or less than `require` is compressed. In one line.
       MissingHookError: this jax cannot hand programs over. In one line.
     """
-    parsed = parse_plan(plan, min_bytes)
+    parsed = parse_plan(plan, min_bytes, across_tokens)
     report = Report(_hooks.history(parsed))
     thread = threading.get_ident()
     _hooks.start(now=True)
@@ -230,14 +238,18 @@ class Installed:
 
 
 def install(
-    plan: Mapping, *, min_bytes: int | None = None, require: float | Mapping[str, float] | None = None
+    plan: Mapping,
+    *,
+    min_bytes: int | None = None,
+    require: float | Mapping[str, float] | None = None,
+    across_tokens: bool = False,
 ) -> Installed:
     """Compresses the collectives of every program that is compiled from now on, in all threads.
 
     It starts no backend, so it may come before `jax.distributed.initialize`. Arguments and errors are those of
     `compressed`; what that raises at its end, `Installed.check` raises.
     """
-    parsed = parse_plan(plan, min_bytes)
+    parsed = parse_plan(plan, min_bytes, across_tokens)
     _hooks.start(now=False)
     _hooks._everywhere.append(parsed)
     compat.context().set_global(parsed)

@@ -47,10 +47,12 @@ class DropInPlan:
     """Rules, the most special first: those of op_name, of an operation, of an axis; else in the order of the mapping.
 
     min_bytes: of collectives whose own `Compression` leaves it open; None: as tuned for codec, ranks and link.
+    across_tokens: messages that cut or join an array's innermost dim are sent with it as the outermost one.
     """
 
     rules: tuple[Rule, ...]
     min_bytes: int | None = None
+    across_tokens: bool = False
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -62,7 +64,7 @@ class DropInPlan:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
-def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
+def parse_plan(plan, min_bytes: int | None = None, across_tokens: bool = False) -> DropInPlan:
     """The plan of a mapping.
 
     Raises:
@@ -70,6 +72,8 @@ def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
     """
     if not isinstance(plan, Mapping) or not plan:
         raise TypeError(f"plan={plan!r}: {FORM}")
+    if not isinstance(across_tokens, bool):
+        raise TypeError(f"across_tokens={across_tokens!r}: must be True or False")
     rules: list[Rule] = []
     for key, value in plan.items():
         axes = _axes(key)
@@ -78,7 +82,7 @@ def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
             rules.append(dataclasses.replace(rule, compression=_compression(rule.text, codec)))
     rules.sort(key=lambda rule: (rule.pattern is None, rule.operation is None))
     # Compression checks the number, and says what it must be.
-    return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes)
+    return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes, across_tokens)
 
 
 def parse_text(lines: Iterable[str]) -> dict:

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
-from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, sum_and_slice
+from taco_jax.dropin import (
+    collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice,
+)  # fmt: skip
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
@@ -40,8 +42,9 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
-    if merge_sums.merge(module, lambda c: _merges(c, plan), len(devices), meshes):
-        module = Module(module.serialize())
+    for first in (share_collectives.share, merge_sums.merge):
+        if first(module, lambda c: _merges(c, plan), len(devices), meshes):
+            module = Module(module.serialize())
     if combine_sums.combine(module, _Chooser(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
@@ -85,12 +88,20 @@ def donates(serialized: bytes) -> bool:
     return bool(proto.input_output_alias or proto.buffer_donor)
 
 
-def _merges(collective: Collective, plan: DropInPlan) -> bool:
-    """Returns whether sums of an all-reduce's results become sums of its operands: where the plan compresses it."""
+def _merges(collective: Collective, plan: DropInPlan) -> int | None:
+    """The number of the line of the plan that compresses a collective, None where it stays exact.
+
+    Sums of results become sums of operands, and equal collectives one, where it is one line's.
+    """
     if collective.why_exact:
-        return False
-    rule, _ = _rule(collective, collective.parts[0], plan, "all_reduce")
-    return rule is not None and rule.compression is not None
+        return None
+    operation, value = collective.operation, collective.instruction.id
+    if operation == "all_reduce" and not collective.instruction.shape.tuple_shapes:
+        module = collective.computation.module
+        if sum_and_slice.find(module, collective.computation, value, collective.groups):
+            operation = "reduce_scatter"
+    rule, _ = _rule(collective, collective.parts[0], plan, operation)
+    return None if rule is None or rule.compression is None else plan.rules.index(rule)
 
 
 def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
@@ -219,10 +230,12 @@ class _Chooser:
         if ranks * codec.of(dims).wire_bytes(-(-math.prod(dims) // ranks)) >= nbytes(shape):
             return f"{size:,} bytes, of which {codec.name} would send no fewer"
         cut = operation in ("reduce_scatter", "all_gather", "all_to_all")
+        innermost = cut and dimension == order[-1] and len(order) > 1 and not codec.per_token
         request = Request(
             operation, choice.place, dtype_name(shape),
             shapes=tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression=compression,
             dimension=order.index(dimension) if cut else 0, perm=collective.perms[n] if collective.perms else (),
+            across_tokens=self.plan.across_tokens and innermost and len(operands) == 1,
         )  # fmt: skip
         if codec.per_token and cut and request.dimension == len(order) - 1:
             return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aot.instructions import collectives, kernels
+from aot.instructions import collectives, copies, kernels
 from aot.topology import devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -140,3 +140,36 @@ def test_windowed_einsum_leaves_permutations():
     assert seen(found) == whole("reduce_scatter")
     _, found = compile(product(), args, {"tensor": {"all_reduce": codec}}, min_bytes=0)
     assert seen(found) == whole("all_reduce")
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["along features", "across tokens"])
+def test_gated_layers_whose_features_are_scattered(across):
+    """Gradients of two gates are one reduce-scatter, equal gathers one gather. Sent in the order of features, messages
+    cost no transposition."""
+    on = mesh(data=2, tensor=2)
+    scattered = NamedSharding(on, P("data", "tensor"))
+    whole = lambda *spec: NamedSharding(on, P(*spec))
+    cut = jax.lax.with_sharding_constraint
+
+    def layer(x, w):
+        # Shardings that differ in nothing, as MaxText has them.
+        inputs = [cut(cut(x, scattered), whole("data", *rest)) for rest in ((), (None,))]
+        gates = [y @ w for y, w in zip(inputs, w[:2])]
+        return x + cut((jax.nn.silu(gates[0]) * gates[1]) @ w[2], scattered), None
+
+    def loss(ws, x):
+        return (jax.lax.scan(jax.checkpoint(layer), x, ws)[0].astype(jnp.float32) ** 2).mean()
+
+    up = array(on, (LAYERS, WIDTH, HIDDEN), None, None, "tensor")
+    down = array(on, (LAYERS, HIDDEN, WIDTH), None, "tensor", None)
+    args = (up, up, down), array(on, (TOKENS, WIDTH), "data", "tensor")
+    where = jax.tree.map(lambda x: x.sharding, args)
+    f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=(whole(), where))
+    codec = taco_jax.Compression("int8h", link="nccl")
+    compiled, found = compile(f, args, {"tensor": codec}, min_bytes=0, across_tokens=across)
+    assert sorted((s.operation, s.direction, s.runs) for s in found if s.compressed) == [
+        ("all_gather", "backward", LAYERS), ("all_gather", "backward", LAYERS), ("all_gather", "forward", LAYERS),
+        ("reduce_scatter", "backward", LAYERS), ("reduce_scatter", "forward", LAYERS),
+    ]  # fmt: skip
+    transpositions = [i.name for i in copies(compiled, TOKENS * WIDTH // 2) if i.name.startswith("loop_transpose")]
+    assert len(transpositions) == (0 if across else 5), transpositions
