@@ -7,9 +7,7 @@ import math
 from collections.abc import Sequence
 
 from taco_jax.compression import tuned
-from taco_jax.dropin import (
-    collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice,
-)  # fmt: skip
+from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import FLOATS, ModuleProto, dtype_name, nbytes
