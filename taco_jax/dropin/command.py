@@ -82,17 +82,16 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 def _checked(config: RunConfig) -> dict:
     """The plan. Raises ConfigError for values that cannot be."""
-    from taco_jax.dropin.plan import parse_plan, parse_text
+    from taco_jax.dropin.plan import check_require, parse_plan, parse_text
 
     if not config.compress:
         raise ConfigError("compress: must name an axis and a codec, such as --compress tensor=int8h")
-    if config.require is not None and not 0 <= config.require <= 1:
-        raise ConfigError(f"require={config.require:g}: must be a share from 0 to 1")
     try:
         plan = parse_text(config.compress)
-        parse_plan(plan, config.min_bytes)
+        check_require(config.require, parse_plan(plan, config.min_bytes))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"compress: {error}" if "min_bytes" not in str(error) else str(error)) from None
+        own = str(error).startswith(("min_bytes=", "require="))
+        raise ConfigError(str(error) if own else f"compress: {error}") from None
     if config.report is not None:
         folder = Path(config.report).parent
         if not folder.is_dir() or Path(config.report).is_dir():

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from taco_jax.dropin.compat import FIRST
-from taco_jax.dropin.plan import DropInPlan, is_uncalibrated
+from taco_jax.dropin.plan import DropInPlan, Rule, is_uncalibrated
 
 
 class DropInError(RuntimeError):
@@ -83,6 +83,7 @@ class History:
         them, but of those in `seen`, to which it adds."""
         self.plan = plan
         self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
+        self.problems: list[str] = []  # why programs could not be compiled
         self._notes = notes
         self._programs: dict[str, Program] = {}
         self._loading: set[int] = set()  # threads in which a program comes from the cache
@@ -129,6 +130,7 @@ class Report:
         self.plan = history.plan
         self._history = history
         self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
+        self._problems = len(history.problems)
         self._closed: list[Program] | None = None
 
     def close(self) -> None:
@@ -140,6 +142,11 @@ class Report:
             return self._closed
         everything = self._history.programs()
         return everything[self._first :] or everything
+
+    @property
+    def problem(self) -> str | None:
+        """Why a program of the block could not be compiled, in one line; None where all could."""
+        return next(iter(self._history.problems[self._problems :]), None)
 
     @property
     def sites(self) -> list[Site]:
@@ -178,9 +185,17 @@ class Report:
         wide = {axis for program in self._programs() for axis, several in program.axes if several}
         for n, rule in enumerate(self.plan.rules):
             # Nothing goes over an axis of one device.
-            if n not in matched and wide & set(rule.axes):
+            if n in matched or not wide & set(rule.axes):
+                continue
+            if (before := self._taken(rule, wide)) is None:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
+                )
+            # The rest of a plan may have nothing left: its more special lines name everything.
+            if before.generality == rule.generality:
+                raise DropInError(
+                    f"plan: {rule.text}: all that it matches goes by {before.text}, which comes first; leave it out, "
+                    "or let it come first"
                 )
         for axes in self.plan.axes if require is not None else ():
             least = require if not isinstance(require, Mapping) else require.get("+".join(axes), 0.0)
@@ -189,6 +204,15 @@ class Report:
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
                     f"{self._reasons(axes)}"
                 )
+
+    def _taken(self, rule: Rule, wide: set[str]) -> Rule | None:
+        """The rule that has taken what `rule` matches; None where there is nothing that it matches."""
+        for site in self.sites:
+            fits = [r for r in self.plan.rules if set(r.axes) & wide == set(site.axes)]
+            fits = [r for r in fits if r.matches(site.operation, site.op_name)]
+            if rule in fits:
+                return fits[0]
+        return None
 
     def _check_axes(self) -> None:
         found = {axis for program in self._programs() for axis, _ in program.axes}
