@@ -35,6 +35,7 @@ class _Hooks:
         self._in_threads: dict[int, list[DropInPlan]] = {}
         self._everywhere: list[DropInPlan] = []
         self._histories: dict[DropInPlan, History] = {}
+        self._compiling: dict[int, str] = {}  # thread -> name of the program
         self._used = 0
         self._registered = False
         self._open = contextlib.ExitStack()
@@ -57,7 +58,8 @@ class _Hooks:
             self._used += 1
             try:
                 if self._used == 1:
-                    self._open.enter_context(compat.listening(self._on_lowered, self._on_cache_hit, self._on_compiled))
+                    calls = (self._on_lowered, self._on_compiling, self._on_cache_hit, self._on_compiled)
+                    self._open.enter_context(compat.listening(*calls))
                     self._open.enter_context(compat.in_cache_key(self._cache_key))
                 if now:
                     self._register()
@@ -85,11 +87,14 @@ class _Hooks:
                 self._registered = False
                 raise
 
-    def _on_lowered(self) -> None:
+    def _on_lowered(self, name: str) -> None:
         plan = self.plan(threading.get_ident())
         if plan is not None:
             self._register()
-            self.history(plan).asked += 1
+            self.history(plan).lowered(name)
+
+    def _on_compiling(self, name: str) -> None:
+        self._compiling[threading.get_ident()] = name
 
     def _on_cache_hit(self) -> None:
         thread = threading.get_ident()
@@ -98,12 +103,14 @@ class _Hooks:
 
     def _on_compiled(self) -> None:
         thread = threading.get_ident()
+        self._compiling.pop(thread, None)
         if (plan := self.plan(thread)) is not None:
             self.history(plan).loaded(thread)
 
     def _cache_key(self) -> str:
-        plan = self.plan(threading.get_ident())
-        if plan is None:
+        thread = threading.get_ident()
+        plan = self.plan(thread)
+        if plan is None or not self.history(plan).knows(self._compiling.get(thread, "")):
             return ""
         # All that decides what a module becomes.
         meshes = sorted({(mesh.axis_names, mesh.devices.shape) for mesh in live_meshes()})
@@ -120,6 +127,10 @@ class _Hooks:
         history = self.history(plan)
         history.handed += 1
         if not any(opcode in serialized for opcode in OPCODES):
+            return None
+        if not history.knows(name):
+            history.elsewhere.append(name)
+            # Its `Lowered` keeps what it is compiled to, and calls without a plan take it from there.
             return None
         try:
             rewritten = rewrite(serialized, plan, history)

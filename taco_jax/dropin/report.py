@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
@@ -75,6 +76,11 @@ def note(plan: DropInPlan, program: Program) -> str:
     )  # fmt: skip
 
 
+def _letters(name: str) -> str:
+    """The letters of a program's name, jit(f), that its module's, jit_f, has too."""
+    return re.sub("[^a-zA-Z0-9]", "", name)
+
+
 class History:
     """The programs that this process has compiled under a plan, or loaded from the persistent compilation cache."""
 
@@ -84,11 +90,24 @@ class History:
         self.plan = plan
         self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
         self.problems: list[str] = []  # why programs could not be compiled
+        self.elsewhere: list[str] = []  # programs that were lowered where the plan was not in force
+        self._lowered: set[str] = set()
         self._notes = notes
         self._programs: dict[str, Program] = {}
         self._loading: set[int] = set()  # threads in which a program comes from the cache
         self._seen: set[bytes] = set()
         self._lock = threading.RLock()
+
+    def lowered(self, name: str) -> None:
+        """A program of this name is lowered under the plan, and will be compiled."""
+        with self._lock:
+            self.asked += 1
+            self._lowered.add(_letters(name))
+
+    def knows(self, name: str) -> bool:
+        """Returns whether a program, by its name or its module's, was lowered under the plan; yes where jax names none."""
+        with self._lock:
+            return not name or bool(self._lowered & {"", _letters(name)})
 
     def add(self, note: str) -> None:
         """Lists the program of a note of this plan; one that is listed stays as it is."""
@@ -130,7 +149,7 @@ class Report:
         self.plan = history.plan
         self._history = history
         self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
-        self._problems = len(history.problems)
+        self._problems, self._elsewhere = len(history.problems), len(history.elsewhere)
         self._closed: list[Program] | None = None
 
     def close(self) -> None:
@@ -147,6 +166,11 @@ class Report:
     def problem(self) -> str | None:
         """Why a program of the block could not be compiled, in one line; None where all could."""
         return next(iter(self._history.problems[self._problems :]), None)
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """Names of modules with collectives that stayed exact: they were lowered where the plan was not in force."""
+        return self._history.elsewhere[self._elsewhere :]
 
     @property
     def sites(self) -> list[Site]:
@@ -229,6 +253,8 @@ class Report:
                 f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or "
                 "they came from a cache"
             )
+        if not self.programs and self.elsewhere:
+            return f"{self.elsewhere[0]} was lowered before the plan was in force; call .lower() inside of `with` too"
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
@@ -272,6 +298,8 @@ class Report:
             before, after = self.bytes(axes)
             ratio = f", {before / after:.2f} times fewer" if after else ""
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
+        for name in dict.fromkeys(self.elsewhere):
+            lines.append(f"{name} is exact: it was lowered before the plan was in force")
         if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
             lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
         return "\n".join(lines)
