@@ -76,13 +76,16 @@ def are_known(instruction) -> bool:
 
 
 def live_meshes() -> list[jax.sharding.Mesh]:
-    """Every mesh that the program has made and not forgotten, in an order that does not depend on memory."""
+    """Every mesh that the program has made and not forgotten, in an order that does not depend on memory.
+
+    Of those whose axes have names: jax takes numbers too, which no plan can say.
+    """
     found = [o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)]
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
     found += [
         a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
     ]
-    whole = {mesh for mesh in found if _is_made(mesh)}
+    whole = {mesh for mesh in found if _is_made(mesh) and all(isinstance(name, str) for name in mesh.axis_names)}
     return sorted((m for m in whole if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
 
 

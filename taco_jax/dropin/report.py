@@ -105,7 +105,10 @@ class History:
             self._lowered.add(_letters(name))
 
     def knows(self, name: str) -> bool:
-        """Returns whether a program, by its name or its module's, was lowered under the plan; yes where jax names none."""
+        """Returns whether a program of this name, or with a module of it, was lowered under the plan.
+
+        Yes where jax does not name programs.
+        """
         with self._lock:
             return not name or bool(self._lowered & {"", _letters(name)})
 
@@ -206,7 +209,7 @@ class Report:
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
         matched = {n for program in self._programs() for n in program.rules}
-        wide = {axis for program in self._programs() for axis, several in program.axes if several}
+        wide = self._wide()
         for n, rule in enumerate(self.plan.rules):
             # Nothing goes over an axis of one device.
             if n in matched or not wide & set(rule.axes):
@@ -223,11 +226,17 @@ class Report:
                 )
         for axes in self.plan.axes if require is not None else ():
             least = require if not isinstance(require, Mapping) else require.get("+".join(axes), 0.0)
+            if not wide & set(axes):
+                continue
             if (share := self.share(axes)) < least:
                 raise DropInError(
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
                     f"{self._reasons(axes)}"
                 )
+
+    def _wide(self) -> set[str]:
+        """The axes with several devices."""
+        return {axis for program in self._programs() for axis, several in program.axes if several}
 
     def _taken(self, rule: Rule, wide: set[str]) -> Rule | None:
         """The rule that has taken what `rule` matches; None where there is nothing that it matches."""
@@ -255,6 +264,9 @@ class Report:
             )
         if not self.programs and self.elsewhere:
             return f"{self.elsewhere[0]} was lowered before the plan was in force; call .lower() inside of `with` too"
+        named = sorted({axis for axes in self.plan.axes for axis in axes})
+        if self.programs and not self._wide() & set(named):
+            return f"no mesh of the programs has several devices along {', '.join(named)}"
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
@@ -296,7 +308,7 @@ class Report:
             )
         for axes in self.plan.axes:
             before, after = self.bytes(axes)
-            ratio = f", {before / after:.2f} times fewer" if after else ""
+            ratio = f", {before / after:.2f} times fewer" if 0 < after < before else ""
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
         for name in dict.fromkeys(self.elsewhere):
             lines.append(f"{name} is exact: it was lowered before the plan was in force")

@@ -119,6 +119,18 @@ def test_a_plan_that_does_not_do_what_it_says(plan, options, message):
         f(*args)
 
 
+def test_an_axis_of_one_device():
+    """Nothing goes over it, so nothing is asked of it."""
+    on = mesh(tensor=4, narrow=1)
+    f, args = product(on=on)
+    with taco_jax.compressed({"tensor": "int8h", "narrow": "int8h"}, require=1) as report:
+        f(*args)
+    assert report.share() == 1
+    message = "nothing was compressed: no mesh of the programs has several devices along narrow$"
+    with pytest.raises(DropInError, match=message), taco_jax.compressed({"narrow": "int8h"}):
+        f(*args)
+
+
 def test_a_rest_of_a_plan_with_nothing_left():
     f, args = product()
     with taco_jax.compressed({"tensor": {"*": "int8h", "all_reduce": "int6h", "*dot_general*": "int4h"}}) as report:

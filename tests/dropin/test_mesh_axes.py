@@ -115,6 +115,13 @@ def test_meshes_are_those_of_the_programs_devices():
     assert np.prod([m.size for m in found]) == 4 ** len(found)
 
 
+def test_a_mesh_whose_axes_are_numbers_is_left_out():
+    numbered = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (0, 1))
+    mixed = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", 1))
+    found = mesh_axes.live_meshes()
+    assert numbered not in found and mixed not in found
+
+
 def test_a_mesh_that_another_thread_is_making_is_left_out():
     """Programs that compile in several threads make meshes while others look for them."""
     on, half_made = mesh(data=2, tensor=4), object.__new__(jax.sharding.Mesh)
