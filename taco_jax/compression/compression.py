@@ -280,8 +280,13 @@ class Plan:
     """
 
     def __init__(self, rules: Mapping[str, str | Compression | None], default: str | Compression | None = None):
+        if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+            raise TypeError(f"plan={rules!r}: must be a mapping of patterns, such as {{'layers/mlp/*': 'int8h'}}")
         self.default = without_key(as_compression(default))
-        self.rules = {pattern: without_key(as_compression(value)) for pattern, value in rules.items()}
+        self.rules = {
+            pattern: without_key(as_compression(value, f"plan {pattern!r}: compression"))
+            for pattern, value in rules.items()
+        }
 
     def resolve(self, site_names: Iterable[str]) -> dict[str, Compression | None]:
         """The compression of every site. Raises ValueError for a pattern that matches none, naming the nearest site."""

@@ -159,8 +159,11 @@ def test_counts_are_integers(arguments):
 
 
 def test_a_plan_checks_its_values_at_once():
-    with pytest.raises(ValueError, match="compression='tacoo' is unknown"):
+    with pytest.raises(ValueError, match=r"^plan '\*': compression='tacoo' is unknown"):
         Plan({"*": "tacoo"})
+    for rules in ("int8h", None, {3: "int8h"}):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'plan={rules!r}')}: must be a mapping of patterns, such as"):
+            Plan(rules)
     with pytest.raises(ValueError, match="a layer has no key for rounding='stochastic'"):
         Plan({"*": Compression("taco", backward=Codec("int8", rounding="stochastic"))})
 
