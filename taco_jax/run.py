@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from taco_jax.config import cli
-from taco_jax.dropin.command import main
+from taco_jax.dropin.command import run
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(run())

@@ -362,7 +362,9 @@ def _changed_preset(text: str, key: str) -> Codec:
         if field not in known or not value:
             hint = did_you_mean(field, known, otherwise=f"fields are {', '.join(known)}")
             raise ValueError(f"{key}={text!r}: {change!r} must be FIELD=VALUE; {hint}")
-        fields[field] = int(value) if value.isdigit() else value
+        if field in fields:
+            raise ValueError(f"{key}={text!r}: {field} is given twice; give it once")
+        fields[field] = int(value) if value.isdecimal() else value
     try:
         return dataclasses.replace(as_codec(name, key), **fields)
     except ValueError as error:

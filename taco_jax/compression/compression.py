@@ -113,6 +113,17 @@ class Compression:
     with_product: bool = False
     error_feedback: bool | None = None
 
+    def __new__(cls, *args, **fields):
+        """Raises TypeError, with the new spelling, for what was taken by position or by another name before."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        old = dict(zip(names[1:], args[1:])) | {key: fields[key] for key in fields.keys() & {"codec", "backward_codec"}}
+        if old:
+            text = ", ".join(f"{key}={value!r}" for key, value in old.items())
+            first = (*args, old.pop("codec", fields.get("forward", "taco")))[0]
+            kept = {key: value for key, value in fields.items() if key in names[1:]}
+            raise TypeError(f"Compression: {text}: all but the first are given by name: {_spelled(first, old | kept)}")
+        return super().__new__(cls)
+
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
         for key in ("forward", "backward", "between_hosts"):
@@ -123,7 +134,10 @@ class Compression:
         if self.backward is None:
             put("backward", self.forward)
         for key in ("forward", "backward"):
-            as_codec(getattr(self, key), key)
+            if isinstance(codec := getattr(self, key), str) and ":" in codec:
+                forward, backward = codec_pair(codec, key)
+                raise ValueError(f"{key}={codec!r}: is a pair; say Compression({forward!r}, backward={backward!r})")
+            as_codec(codec, key)
         for key, valid in CHOICES.items():
             check_choice(key, getattr(self, key), valid)
         for key, rule in INTEGERS.items():
@@ -191,6 +205,8 @@ def codec_pair(text: str, key: str = "compression") -> tuple[str, str]:
         raise ValueError(
             f"{key}={text!r}: lacks a codec beside ':'; must be CODEC or FORWARD:BACKWARD, such as taco:int8h"
         )
+    if ":" in backward:
+        raise ValueError(f"{key}={text!r}: has more than two codecs; must be CODEC or FORWARD:BACKWARD")
     for codec in (forward, backward) if colon else (forward,):
         as_codec(codec, key)
     return forward, backward or forward
@@ -235,16 +251,23 @@ def refuse_options(entry: str, given: Mapping[str, object], options: Iterable[st
     old = {key: given[key] for key in options if key in given}
     if old:
         text = ", ".join(f"{key}={value!r}" for key, value in old.items())
-        codec = old.pop("codec", given.get("compression") or "taco")
-        raise TypeError(f"{entry}: {text}: options are one object now: {_spelled(codec, old)}")
+        compression = given.get("compression", "taco")
+        first = old.pop("codec", "none" if compression is None else compression)
+        raise TypeError(f"{entry}: {text}: options are one object now: {_spelled(first, old)}")
 
 
-def _spelled(codec: object, fields: dict) -> str:
-    """Returns the text compression=... of a codec and fields, some of them by their old names."""
+def _spelled(first: object, fields: dict) -> str:
+    """Returns the text compression=... of what `compression` was and of fields, some of them by their old names."""
+    fields = {"backward" if key == "backward_codec" else key: value for key, value in fields.items()}
     if not fields:
-        return f"compression={codec!r}"
-    given = [f"{'backward' if key == 'backward_codec' else key}={value!r}" for key, value in fields.items()]
-    return f"compression=Compression({', '.join([repr(codec), *given])})"
+        return f"compression={first!r}"
+    if isinstance(first, Compression):
+        changes = ", ".join(f"{key}={value!r}" for key, value in fields.items())
+        return f"compression=dataclasses.replace({first!r}, {changes})"
+    if isinstance(first, str) and ":" in first:
+        first, fields["backward"] = codec_pair(first)
+    given = [repr(first), *(f"{key}={value!r}" for key, value in fields.items())]
+    return f"compression=Compression({', '.join(given)})"
 
 
 class Plan:
@@ -257,8 +280,13 @@ class Plan:
     """
 
     def __init__(self, rules: Mapping[str, str | Compression | None], default: str | Compression | None = None):
+        if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+            raise TypeError(f"plan={rules!r}: must be a mapping of patterns, such as {{'layers/mlp/*': 'int8h'}}")
         self.default = without_key(as_compression(default))
-        self.rules = {pattern: without_key(as_compression(value)) for pattern, value in rules.items()}
+        self.rules = {
+            pattern: without_key(as_compression(value, f"plan {pattern!r}: compression"))
+            for pattern, value in rules.items()
+        }
 
     def resolve(self, site_names: Iterable[str]) -> dict[str, Compression | None]:
         """The compression of every site. Raises ValueError for a pattern that matches none, naming the nearest site."""

@@ -5,6 +5,7 @@ python -m taco_jax.train --config experiments/quickstart.py --mesh.tp 4 --compre
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -58,7 +59,7 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
     if not {"-h", "--help"} & set(args):
         known = {key.replace("_", "-"): get(default, key) for key in keys(default)} | dict.fromkeys({"help", *more})
         _check_flags(args, known)
-        args = _spelled_out(args, type(default))
+        args = _spelled_out(_joined(args, known), type(default))
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -145,6 +146,32 @@ def _check_flags(args: Sequence[str], known: Mapping[str, Any]) -> None:
         positive = f"{prefix}.{last.removeprefix('no-')}".lstrip(".")
         if flag not in known and not (last.startswith("no-") and positive in known):
             raise ConfigError(f"unknown option --{flag}; {_nearest_flag(flag, known)}")
+
+
+def _joined(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """A list that is given in several flags, --codec taco --codec int8h, is one: --codec taco int8h.
+
+    known: flags with their default values.
+    """
+    flag_of = lambda arg: arg[2:].partition("=")[0].replace("_", "-") if re.match(r"--[A-Za-z]", arg) else None
+    given = collections.Counter(map(flag_of, args))
+    several = {flag for flag, default in known.items() if isinstance(default, tuple | dict) and given[flag] > 1}
+    lists: dict[str, list[str]] = {}
+    out: list[list[str]] = [[]]
+    taking = out[0]
+    for arg in args:
+        flag = flag_of(arg)
+        if flag is None:
+            taking.append(arg)
+            continue
+        if flag not in several:
+            out.append(taking := [arg])
+            continue
+        if flag not in lists:
+            out.append(lists.setdefault(flag, [f"--{flag}"]))
+        taking = lists[flag]
+        taking += [arg.partition("=")[2]] if "=" in arg else []
+    return [arg for part in out for arg in part]
 
 
 def _spelled_out(args: Sequence[str], cls: type) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from taco_jax.dropin.hlo_module import Computation, Module
-from taco_jax.dropin.mesh_axes import Groups, Place, groups_of, permutation_places, places
+from taco_jax.dropin.mesh_axes import Groups, Place, are_known, groups_of, permutation_places, places
 
 OPERATIONS = {
     "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather",
@@ -95,8 +95,10 @@ def take_apart(module: Module) -> bool:
 
 def _read(computation: Computation, instruction, partitions: int, meshes) -> Collective:
     operation = OPERATIONS[instruction.opcode.removesuffix("-start")]
-    groups, perms = (), ()
-    if operation == "collective_permute":
+    groups, perms, at = (), (), ()
+    if not are_known(instruction):
+        pass  # `_why_exact` says so
+    elif operation == "collective_permute":
         pairs = [(pair.source, pair.target) for pair in instruction.source_target_pairs]
         found = permutation_places(pairs, meshes)
         at, perms = tuple(place for place, _ in found), tuple(perm for _, perm in found)
@@ -133,6 +135,8 @@ def _apart(op_name: str, count: int) -> list[str]:
 
 
 def _why_exact(computation: Computation, instruction, operation: str, groups: Groups) -> str:
+    if not are_known(instruction):
+        return "its groups are written in a form that is not known here"
     if instruction.opcode.endswith("-start"):
         return "XLA has made it asynchronous already"
     if operation in ("all_reduce", "reduce_scatter"):

@@ -7,13 +7,18 @@ python -m taco_jax.run --compress tensor=int8h fsdp/reduce_scatter=int8h -- trai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from taco_jax.config import ConfigError, cli
+
+if TYPE_CHECKING:
+    from taco_jax.dropin import Installed
 
 DESCRIPTION = """Run a program with compressed collectives, without a changed line.
 
@@ -42,17 +47,35 @@ class RunConfig:
     """'cpu:8' emulates eight devices on the CPU; None takes what JAX finds."""
 
 
-def main(args: Sequence[str]) -> int:
-    """Runs the command line's program. Returns the exit code; ConfigError for what is wrong before it starts."""
+def run(args: Sequence[str] | None = None) -> int:
+    """Runs the command line's program. Returns the exit code.
+
+    What is wrong with the command is one line. What the program prints and raises is its own, as without the command.
+    """
+    prepared: list[Callable[[], int]] = []
+    code = cli.run(lambda args: prepared.append(prepare(args)), args)
+    return code or prepared[0]()
+
+
+def prepare(args: Sequence[str]) -> Callable[[], int]:
+    """Returns a function that runs the program and returns the exit code.
+
+    Raises:
+      ConfigError: what is wrong before the program starts.
+    """
     ours, dashes, program = _split(args)
+    if not dashes and not {"-h", "--help"} & set(ours):
+        raise ConfigError(f"no program; {USAGE}")
     config = cli.parse_flags(RunConfig(), ours, prog="python -m taco_jax.run", description=DESCRIPTION)
     plan = _checked(config)
-    if not dashes or not program:
+    if not program:
         raise ConfigError(f"no program; {USAGE}")
+    # The program may go to another folder.
+    report = None if config.report is None else Path(config.report).absolute()
     start = _program(program)
     cli.select_devices(config.devices)
     import taco_jax
-    from taco_jax.dropin import DropInError, MissingHookError
+    from taco_jax.dropin import MissingHookError
 
     try:
         installed = taco_jax.install(
@@ -60,6 +83,12 @@ def main(args: Sequence[str]) -> int:
         )
     except MissingHookError as error:
         raise ConfigError(str(error)) from None
+    return functools.partial(_run, start, installed, report)
+
+
+def _run(start: Callable[[], None], installed: Installed, report: Path | None) -> int:
+    from taco_jax.dropin import DropInError
+
     try:
         start()
     except SystemExit as stop:
@@ -67,13 +96,13 @@ def main(args: Sequence[str]) -> int:
             raise
     finally:
         # While the plan is in force still: what the program does at its end is a part of it.
-        _write(config.report, str(installed.report))
+        written = _write(report, installed)
     try:
         installed.check()
     except DropInError as error:
         cli.say(cli.error_line(error), sys.stderr)
         return 1
-    return 0
+    return 0 if written else 1
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -87,17 +116,16 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 def _checked(config: RunConfig) -> dict:
     """The plan. Raises ConfigError for values that cannot be."""
-    from taco_jax.dropin.plan import parse_plan, parse_text
+    from taco_jax.dropin.plan import check_require, parse_plan, parse_text
 
     if not config.compress:
         raise ConfigError("compress: must name an axis and a codec, such as --compress tensor=int8h")
-    if config.require is not None and not 0 <= config.require <= 1:
-        raise ConfigError(f"require={config.require:g}: must be a share from 0 to 1")
     try:
         plan = parse_text(config.compress)
-        parse_plan(plan, config.min_bytes)
+        check_require(config.require, parse_plan(plan, config.min_bytes))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"compress: {error}" if "min_bytes" not in str(error) else str(error)) from None
+        own = str(error).startswith(("min_bytes=", "require="))
+        raise ConfigError(str(error) if own else f"compress: {error}") from None
     if config.report is not None:
         folder = Path(config.report).parent
         if not folder.is_dir() or Path(config.report).is_dir():
@@ -112,12 +140,7 @@ def _program(program: Sequence[str]):
         if not rest:
             raise ConfigError(f"-m: needs a module; {USAGE}")
         module, *arguments = rest
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise ConfigError(f"-m {module}: no such module here; {USAGE}")
+        _check_module(module)
 
         def start():
             sys.argv = [module, *arguments]
@@ -125,7 +148,8 @@ def _program(program: Sequence[str]):
 
         return start
     if not Path(head).is_file():
-        raise ConfigError(f"{head}: no such file; {USAGE}")
+        what = "is a folder" if Path(head).is_dir() else "no such file"
+        raise ConfigError(f"{head}: {what}; {USAGE}")
 
     def start():
         sys.argv = [head, *rest]
@@ -135,12 +159,38 @@ def _program(program: Sequence[str]):
     return start
 
 
-def _write(file: str | None, text: str) -> None:
+def _check_module(module: str) -> None:
+    """Raises ConfigError where Python could not run a module."""
+    if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"-m {module}: must be the name of a module; {USAGE}")
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        # Of the package that it is in, which is imported to find it.
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"-m {module}: its package cannot be imported: {error}; install what it needs") from None
+        found = None
+    if found is None:
+        raise ConfigError(f"-m {module}: no such module here; {USAGE}")
+    if found.submodule_search_locations is not None and importlib.util.find_spec(f"{module}.__main__") is None:
+        raise ConfigError(f"-m {module}: is a package without a __main__; name one of its modules")
+
+
+def _write(file: Path | None, installed: Installed) -> bool:
+    """Writes the report, to standard error where the file does not take it. Returns whether it went where it should."""
     import jax
 
-    if jax.process_index() != 0:
-        return
-    if file is None:
+    # Where nothing was compiled, to ask who this is could start the backends.
+    if installed.report.programs and jax.process_index() != 0:
+        return True
+    text = str(installed.report)
+    try:
+        if file is not None:
+            file.write_text(text + "\n")
+            return True
+    except OSError as error:
         cli.say(text, sys.stderr)
-    else:
-        Path(file).write_text(text + "\n")
+        cli.say(cli.error_line(ConfigError(f"report={file}: {error.strerror}; it is above")), sys.stderr)
+        return False
+    cli.say(text, sys.stderr)
+    return True

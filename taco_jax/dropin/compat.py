@@ -15,7 +15,7 @@ FIRST = "0.10.2"  # the first jax with transformations of modules
 # XLA of jax 0.10 forgets which arguments are donated when a module is transformed.
 KEEPS_DONATION = jax.__version_info__ >= (0, 11)
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # jax.monitoring's name of the event before compiling
-COMPILED = "/jax/core/compile/backend_compile_duration"  # and of the one after it, or after loading from a cache
+COMPILED = "/jax/core/compile/backend_compile_duration"  # and of those around it, or around loading from a cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
@@ -58,14 +58,21 @@ def context():
 
 @contextlib.contextmanager
 def listening(
-    on_lowered: Callable[[], None], on_cache_hit: Callable[[], None], on_compiled: Callable[[], None]
+    on_lowered: Callable[[str], None],
+    on_compiling: Callable[[str], None],
+    on_cache_hit: Callable[[], None],
+    on_compiled: Callable[[], None],
 ) -> Iterator[None]:
-    """Calls `on_lowered` before a program is compiled, `on_cache_hit` where the persistent cache has it, and
-    `on_compiled` once it is there, in the thread that asked for it."""
+    """Calls `on_lowered` with the name of a program that is lowered, `on_compiling` with it before it is compiled,
+    `on_cache_hit` where the persistent cache has it, and `on_compiled` once it is there, in the thread that asked."""
 
-    def duration(event: str, seconds: float, **_) -> None:
+    def begins(event: str, time: float, *, fun_name: str = "", **_) -> None:
+        if event == COMPILED:
+            on_compiling(fun_name)
+
+    def duration(event: str, seconds: float, *, fun_name: str = "", **_) -> None:
         if event == LOWERED:
-            on_lowered()
+            on_lowered(fun_name)
         elif event == COMPILED:
             on_compiled()
 
@@ -75,11 +82,13 @@ def listening(
 
     jax.monitoring.register_event_duration_secs_listener(duration)
     jax.monitoring.register_event_listener(hit)
+    jax.monitoring.register_scalar_listener(begins)
     try:
         yield
     finally:
         jax.monitoring.unregister_event_duration_listener(duration)
         jax.monitoring.unregister_event_listener(hit)
+        jax.monitoring.unregister_scalar_listener(begins)
 
 
 @contextlib.contextmanager

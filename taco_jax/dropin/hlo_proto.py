@@ -7,7 +7,7 @@ buffers. (HLO's text form does not: it elides large constants and breaks binary 
 
 from __future__ import annotations
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, unknown_fields
 
 PACKAGE = "taco_jax.hlo"
 
@@ -54,7 +54,8 @@ FIELDS = {
                    "mesh_groups": (3, "MeshGroups")},
     "IotaGroups": {"groups": (1, "int64"), "size": (2, "int64"), "dims": (3, "*int64"), "order": (4, "*int32")},
     "MeshGroups": {"mesh": (1, "Mesh"), "axes": (2, "*AxisRef")},
-    "Mesh": {"axes": (1, "*Axis"), "device_ids": (2, "*int64")},
+    "Mesh": {"axes": (1, "*Axis"), "device_ids": (2, "*int64"), "iota_ids": (3, "IotaIds")},
+    "IotaIds": {"dims": (1, "*int64"), "order": (2, "*int32")},
     "Axis": {"name": (1, "string"), "size": (2, "int64")},
     "AxisRef": {"axis": (1, "int64"), "part": (2, "AxisPart")},
     "AxisPart": {"before": (1, "int64"), "size": (2, "int64")},
@@ -95,6 +96,14 @@ def _declare() -> dict[str, type]:
 
 MESSAGES = _declare()
 ModuleProto, NameProto = MESSAGES["Module"], MESSAGES["Name"]
+
+
+def is_known(message) -> bool:
+    """Returns whether every field of a message, and of those within, is one of `FIELDS`."""
+    if len(unknown_fields.UnknownFieldSet(message)):
+        return False
+    inner = (value for field, value in message.ListFields() if field.type == field.TYPE_MESSAGE)
+    return all(is_known(m) for value in inner for m in ([value] if hasattr(value, "ListFields") else value))
 
 
 def dtype_name(shape) -> str:

@@ -14,12 +14,13 @@ import jax
 
 import pallas_kernels
 import taco_jax
+from pallas_kernels import KernelUnavailableError
 from taco_jax.compression import tuned
 from taco_jax.dropin import compat
 from taco_jax.dropin.mesh_axes import live_meshes
-from taco_jax.dropin.plan import DropInPlan, parse_plan
+from taco_jax.dropin.plan import DropInPlan, check_require, parse_plan
 from taco_jax.dropin.replacement import record
-from taco_jax.dropin.report import History, Report
+from taco_jax.dropin.report import DropInError, History, Report
 from taco_jax.dropin.rewrite import donates, read_note, rewrite
 
 PROGRAM_FOLDERS = ("codec", "collectives", "compression", "dropin")
@@ -34,6 +35,7 @@ class _Hooks:
         self._in_threads: dict[int, list[DropInPlan]] = {}
         self._everywhere: list[DropInPlan] = []
         self._histories: dict[DropInPlan, History] = {}
+        self._compiling: dict[int, str] = {}  # thread -> name of the program
         self._used = 0
         self._registered = False
         self._open = contextlib.ExitStack()
@@ -54,11 +56,16 @@ class _Hooks:
         compat.transformations()
         with self._lock:
             self._used += 1
-            if self._used == 1:
-                self._open.enter_context(compat.listening(self._on_lowered, self._on_cache_hit, self._on_compiled))
-                self._open.enter_context(compat.in_cache_key(self._cache_key))
-        if now:
-            self._register()
+            try:
+                if self._used == 1:
+                    calls = (self._on_lowered, self._on_compiling, self._on_cache_hit, self._on_compiled)
+                    self._open.enter_context(compat.listening(*calls))
+                    self._open.enter_context(compat.in_cache_key(self._cache_key))
+                if now:
+                    self._register()
+            except BaseException:
+                self.stop()
+                raise
 
     def stop(self) -> None:
         with self._lock:
@@ -74,13 +81,20 @@ class _Hooks:
             if self._registered or not self._used:
                 return
             self._registered = True
-            compat.register(self._callback)
+            try:
+                compat.register(self._callback)
+            except BaseException:
+                self._registered = False
+                raise
 
-    def _on_lowered(self) -> None:
+    def _on_lowered(self, name: str) -> None:
         plan = self.plan(threading.get_ident())
         if plan is not None:
             self._register()
-            self.history(plan).asked += 1
+            self.history(plan).lowered(name)
+
+    def _on_compiling(self, name: str) -> None:
+        self._compiling[threading.get_ident()] = name
 
     def _on_cache_hit(self) -> None:
         thread = threading.get_ident()
@@ -89,12 +103,14 @@ class _Hooks:
 
     def _on_compiled(self) -> None:
         thread = threading.get_ident()
+        self._compiling.pop(thread, None)
         if (plan := self.plan(thread)) is not None:
             self.history(plan).loaded(thread)
 
     def _cache_key(self) -> str:
-        plan = self.plan(threading.get_ident())
-        if plan is None:
+        thread = threading.get_ident()
+        plan = self.plan(thread)
+        if plan is None or not self.history(plan).knows(self._compiling.get(thread, "")):
             return ""
         # All that decides what a module becomes.
         meshes = sorted({(mesh.axis_names, mesh.devices.shape) for mesh in live_meshes()})
@@ -112,7 +128,17 @@ class _Hooks:
         history.handed += 1
         if not any(opcode in serialized for opcode in OPCODES):
             return None
-        if (rewritten := rewrite(serialized, plan, history)) is None:
+        if not history.knows(name):
+            history.elsewhere.append(name)
+            # Its `Lowered` keeps what it is compiled to, and calls without a plan take it from there.
+            return None
+        try:
+            rewritten = rewrite(serialized, plan, history)
+        except (KernelUnavailableError, TypeError, ValueError) as error:
+            # XLA makes one text of it and its traceback.
+            history.problems.append(f"{name}: {error}")
+            raise
+        if rewritten is None:
             return None
         if not compat.KEEPS_DONATION and donates(serialized):
             warnings.warn(
@@ -188,12 +214,14 @@ def compressed(
         beside large ones win it. Codecs with one scale a token keep their tokens.
 
     Raises:
-      ValueError, TypeError: a plan that cannot be, in one line.
+      ValueError, TypeError: a plan or a share that cannot be, in one line.
       DropInError: at the end of the block, where nothing was compressed, an axis is of no mesh, a line of the plan
-        matches nothing, or less than `require` is compressed. In one line.
+        matches nothing, or less than `require` is compressed; where a program is compiled whose collectives cannot be
+        sent so (`link`, `backend`, `ranks_per_host`). In one line.
       MissingHookError: this jax cannot hand programs over. In one line.
     """
-    parsed = parse_plan(plan, min_bytes, across_tokens)
+    parsed = parse_plan(plan, min_bytes)
+    check_require(require, parsed)
     report = Report(_hooks.history(parsed))
     thread = threading.get_ident()
     _hooks.start(now=True)
@@ -202,6 +230,10 @@ def compressed(
     try:
         with compat.context()(parsed):
             yield report
+    except jax.errors.JaxRuntimeError as error:
+        if (problem := report.problem) is None:
+            raise
+        raise DropInError(problem) from error
     finally:
         plans.pop()
         if not plans:
@@ -249,7 +281,8 @@ def install(
     It starts no backend, so it may come before `jax.distributed.initialize`. Arguments and errors are those of
     `compressed`; what that raises at its end, `Installed.check` raises.
     """
-    parsed = parse_plan(plan, min_bytes, across_tokens)
+    parsed = parse_plan(plan, min_bytes)
+    check_require(require, parsed)
     _hooks.start(now=False)
     _hooks._everywhere.append(parsed)
     compat.context().set_global(parsed)

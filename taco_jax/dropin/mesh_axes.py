@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from taco_jax.dropin.hlo_proto import is_known
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -52,19 +54,38 @@ def _of_mesh(listed) -> np.ndarray:
         shape.append(size // done)
     inner = [place[ref.axis, ref.part.before if ref.HasField("part") else 1] for ref in listed.axes]
     outer = [dim for dim in range(len(shape)) if dim not in inner]
-    ids = np.array(listed.mesh.device_ids) if listed.mesh.device_ids else np.arange(np.prod(sizes))
+    ids = _mesh_ids(listed.mesh, int(np.prod(sizes)))
     size = int(np.prod([shape[dim] for dim in inner]))
     return ids.reshape(shape).transpose(outer + inner).reshape(-1, size)
 
 
+def _mesh_ids(mesh, count: int) -> np.ndarray:
+    """The partitions of a mesh in its own order: listed, as a transposed count, or counted."""
+    if mesh.device_ids:
+        return np.array(mesh.device_ids)
+    ids = np.arange(count)
+    if mesh.HasField("iota_ids"):
+        ids = ids.reshape(tuple(mesh.iota_ids.dims)).transpose(tuple(mesh.iota_ids.order))
+    return ids
+
+
+def are_known(instruction) -> bool:
+    """Returns whether `groups_of` reads all that an instruction says of its groups: a newer XLA may say more."""
+    forms = (instruction.mesh_groups, instruction.device_list, instruction.iota_groups, *instruction.replica_groups)
+    return all(map(is_known, forms))
+
+
 def live_meshes() -> list[jax.sharding.Mesh]:
-    """Every mesh that the program has made and not forgotten, in an order that does not depend on memory."""
+    """Every mesh that the program has made and not forgotten, in an order that does not depend on memory.
+
+    Of those whose axes have names: jax takes numbers too, which no plan can say.
+    """
     found = [o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)]
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
     found += [
         a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
     ]
-    whole = {mesh for mesh in found if _is_made(mesh)}
+    whole = {mesh for mesh in found if _is_made(mesh) and all(isinstance(name, str) for name in mesh.axis_names)}
     return sorted((m for m in whole if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
 
 

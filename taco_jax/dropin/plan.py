@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import numbers
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec
 from taco_jax.compression.compression import Compression, as_compression
+from taco_jax.errors import did_you_mean
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "collective_permute")
 SPELLINGS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "ppermute": "collective_permute"}
@@ -40,6 +43,11 @@ class Rule:
         if self.operation not in (None, operation):
             return False
         return self.pattern is None or fnmatch.fnmatchcase(op_name, self.pattern)
+
+    @property
+    def generality(self) -> tuple[bool, bool]:
+        """The order of rules: those of op_name, of an operation, of an axis."""
+        return self.pattern is None, self.operation is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,11 @@ def parse_plan(plan, min_bytes: int | None = None, across_tokens: bool = False) 
         for operation, pattern, codec in _lines(axes, value):
             rule = Rule(axes, operation, pattern, None)
             rules.append(dataclasses.replace(rule, compression=_compression(rule.text, codec)))
-    rules.sort(key=lambda rule: (rule.pattern is None, rule.operation is None))
+    places = Counter((frozenset(rule.axes), rule.operation, rule.pattern) for rule in rules)
+    for rule in rules:
+        if places[frozenset(rule.axes), rule.operation, rule.pattern] > 1:
+            raise ValueError(f"plan: {rule.text}: is given twice; name each axis, operation and pattern once")
+    rules.sort(key=lambda rule: rule.generality)
     # Compression checks the number, and says what it must be.
     return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes, across_tokens)
 
@@ -118,7 +130,25 @@ def _axes(key) -> tuple[str, ...]:
     axes = tuple(key.split("+")) if isinstance(key, str) else key
     if not isinstance(axes, tuple) or not axes or not all(isinstance(a, str) and a for a in axes):
         raise TypeError(f"plan: axis {key!r}: must be the name of a mesh axis, or several, such as 'fsdp+tensor'")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"plan: axis {key!r}: names an axis twice; name each once, such as 'fsdp+tensor'")
     return axes
+
+
+def check_require(require, plan: DropInPlan) -> None:
+    """Raises TypeError or ValueError, in one line, for what is no share of the plan's bytes."""
+    shares = require if isinstance(require, Mapping) else {None: require}
+    known = ["+".join(axes) for axes in plan.axes]
+    for axes, share in shares.items():
+        if axes is not None and axes not in known:
+            raise ValueError(f"require: {axes!r}: is no axis of the plan; {did_you_mean(axes, known)}")
+        entry = "require" if axes is None else f"require: {axes}"
+        if share is None and axes is None:
+            continue
+        if not isinstance(share, numbers.Real) or isinstance(share, bool):
+            raise TypeError(f"{entry}={share!r}: must be a share from 0 to 1, such as 0.95, or {{axis: share}}")
+        if not 0 <= share <= 1:
+            raise ValueError(f"{entry}={share:g}: must be a share from 0 to 1, such as 0.95")
 
 
 def _operation(name: str) -> str | None:
@@ -131,22 +161,31 @@ def _lines(axes, value):
     if not isinstance(value, Mapping):
         yield None, None, value
         return
-    for key, codec in value.items():
-        if not isinstance(key, str) or not key:
-            raise TypeError(f"plan: {'+'.join(axes)}: {key!r}: must be an operation or a pattern of op_name")
+    entry = f"plan: {'+'.join(axes)}"
+    for key, codec in _entries(entry, value):
         operation = _operation(key)
         if operation is None and not set(key) & set("*?[/"):
             raise ValueError(
-                f"plan: {'+'.join(axes)}: {key!r} is no operation ({', '.join(OPERATIONS)}); "
+                f"{entry}: {key!r} is no operation ({', '.join(OPERATIONS)}); "
                 f"a pattern of op_name has wildcards, such as '*{key}*'"
             )
         if isinstance(codec, Mapping):
             if operation is None:
-                raise TypeError(f"plan: {'+'.join(axes)}: {key!r}: a pattern has a codec, not a mapping")
-            for pattern, inner in codec.items():
+                raise TypeError(f"{entry}: {key!r}: a pattern has a codec, not a mapping")
+            for pattern, inner in _entries(f"{entry}/{key}", codec):
                 yield operation, None if pattern == "*" else pattern, inner
         else:
             yield operation, None if operation or key == "*" else key, codec
+
+
+def _entries(entry: str, lines: Mapping) -> Iterable[tuple[str, object]]:
+    """The items of a mapping within a plan. Raises TypeError or ValueError for one that names nothing."""
+    if not lines:
+        raise ValueError(f"{entry}: {lines!r}: names nothing; must have a codec, or {{operation or pattern: codec}}")
+    for key in lines:
+        if not isinstance(key, str) or not key:
+            raise TypeError(f"{entry}: {key!r}: must be an operation or a pattern of op_name")
+    return lines.items()
 
 
 def _compression(text: str, value) -> Compression | None:

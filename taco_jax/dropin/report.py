@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from taco_jax.dropin.compat import FIRST
-from taco_jax.dropin.plan import DropInPlan, is_uncalibrated
+from taco_jax.dropin.plan import DropInPlan, Rule, is_uncalibrated
 
 
 class DropInError(RuntimeError):
@@ -75,6 +76,11 @@ def note(plan: DropInPlan, program: Program) -> str:
     )  # fmt: skip
 
 
+def _letters(name: str) -> str:
+    """The letters of a program's name, jit(f), that its module's, jit_f, has too."""
+    return re.sub("[^a-zA-Z0-9]", "", name)
+
+
 class History:
     """The programs that this process has compiled under a plan, or loaded from the persistent compilation cache."""
 
@@ -83,11 +89,28 @@ class History:
         them, but of those in `seen`, to which it adds."""
         self.plan = plan
         self.asked = self.handed = 0  # programs that JAX lowered, modules that the compiler handed over
+        self.problems: list[str] = []  # why programs could not be compiled
+        self.elsewhere: list[str] = []  # programs that were lowered where the plan was not in force
+        self._lowered: set[str] = set()
         self._notes = notes
         self._programs: dict[str, Program] = {}
         self._loading: set[int] = set()  # threads in which a program comes from the cache
         self._seen: set[bytes] = set()
         self._lock = threading.RLock()
+
+    def lowered(self, name: str) -> None:
+        """A program of this name is lowered under the plan, and will be compiled."""
+        with self._lock:
+            self.asked += 1
+            self._lowered.add(_letters(name))
+
+    def knows(self, name: str) -> bool:
+        """Returns whether a program of this name, or with a module of it, was lowered under the plan.
+
+        Yes where jax does not name programs.
+        """
+        with self._lock:
+            return not name or bool(self._lowered & {"", _letters(name)})
 
     def add(self, note: str) -> None:
         """Lists the program of a note of this plan; one that is listed stays as it is."""
@@ -129,6 +152,7 @@ class Report:
         self.plan = history.plan
         self._history = history
         self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
+        self._problems, self._elsewhere = len(history.problems), len(history.elsewhere)
         self._closed: list[Program] | None = None
 
     def close(self) -> None:
@@ -140,6 +164,16 @@ class Report:
             return self._closed
         everything = self._history.programs()
         return everything[self._first :] or everything
+
+    @property
+    def problem(self) -> str | None:
+        """Why a program of the block could not be compiled, in one line; None where all could."""
+        return next(iter(self._history.problems[self._problems :]), None)
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """Names of modules with collectives that stayed exact: they were lowered where the plan was not in force."""
+        return self._history.elsewhere[self._elsewhere :]
 
     @property
     def sites(self) -> list[Site]:
@@ -175,20 +209,43 @@ class Report:
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
         matched = {n for program in self._programs() for n in program.rules}
-        wide = {axis for program in self._programs() for axis, several in program.axes if several}
+        wide = self._wide()
         for n, rule in enumerate(self.plan.rules):
             # Nothing goes over an axis of one device.
-            if n not in matched and wide & set(rule.axes):
+            if n in matched or not wide & set(rule.axes):
+                continue
+            if (before := self._taken(rule, wide)) is None:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
                 )
+            # The rest of a plan may have nothing left: its more special lines name everything.
+            if before.generality == rule.generality:
+                raise DropInError(
+                    f"plan: {rule.text}: all that it matches goes by {before.text}, which comes first; leave it out, "
+                    "or let it come first"
+                )
         for axes in self.plan.axes if require is not None else ():
             least = require if not isinstance(require, Mapping) else require.get("+".join(axes), 0.0)
+            if not wide & set(axes):
+                continue
             if (share := self.share(axes)) < least:
                 raise DropInError(
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
                     f"{self._reasons(axes)}"
                 )
+
+    def _wide(self) -> set[str]:
+        """The axes with several devices."""
+        return {axis for program in self._programs() for axis, several in program.axes if several}
+
+    def _taken(self, rule: Rule, wide: set[str]) -> Rule | None:
+        """The rule that has taken what `rule` matches; None where there is nothing that it matches."""
+        for site in self.sites:
+            fits = [r for r in self.plan.rules if set(r.axes) & wide == set(site.axes)]
+            fits = [r for r in fits if r.matches(site.operation, site.op_name)]
+            if rule in fits:
+                return fits[0]
+        return None
 
     def _check_axes(self) -> None:
         found = {axis for program in self._programs() for axis, _ in program.axes}
@@ -205,6 +262,11 @@ class Report:
                 f"the compiler handed over none of {asked} programs; its plugin is older than jax {FIRST}, or "
                 "they came from a cache"
             )
+        if not self.programs and self.elsewhere:
+            return f"{self.elsewhere[0]} was lowered before the plan was in force; call .lower() inside of `with` too"
+        named = sorted({axis for axes in self.plan.axes for axis in axes})
+        if self.programs and not self._wide() & set(named):
+            return f"no mesh of the programs has several devices along {', '.join(named)}"
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
@@ -246,8 +308,10 @@ class Report:
             )
         for axes in self.plan.axes:
             before, after = self.bytes(axes)
-            ratio = f", {before / after:.2f} times fewer" if after else ""
+            ratio = f", {before / after:.2f} times fewer" if 0 < after < before else ""
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
+        for name in dict.fromkeys(self.elsewhere):
+            lines.append(f"{name} is exact: it was lowered before the plan was in force")
         if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
             lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
         return "\n".join(lines)

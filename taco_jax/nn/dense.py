@@ -26,7 +26,7 @@ from taco_jax.codec import Codec, check_choice
 from taco_jax.collectives import check_region, comm_log, to_varying
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compat import varying_axes
-from taco_jax.compression.compression import Compression, as_compression, without_key
+from taco_jax.compression.compression import Compression, as_compression, as_integer, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.nn.dense_layout import activation_specs, typed
 from taco_jax.tensor_parallel import column_dense, row_dense
@@ -61,9 +61,16 @@ class Dense:
         object.__setattr__(self, "compression", compression)
         object.__setattr__(self, "site", self.site or self.kind)
         if self.batch_axes is not None:
-            axes = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
+            given = self.batch_axes
+            axes = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else None
+            if axes is None or not all(isinstance(axis, str) for axis in axes):
+                raise TypeError(f"batch_axes={given!r}: must be the name of a mesh axis, several of them, or None")
             object.__setattr__(self, "batch_axes", axes)
+        if self.sequence_dim is not None:
+            as_integer("sequence_dim", self.sequence_dim, "must be an integer, a dim of x, or None")
         if self.mesh is not None:
+            if not isinstance(self.mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                raise TypeError(f"mesh={self.mesh!r}: must be a jax.sharding.Mesh, as of jax.make_mesh, or None")
             self.check_mesh(self.mesh)
 
     @property
@@ -82,7 +89,8 @@ class Dense:
             check_choice("batch_axes", axis, tuple(a for a in mesh.axis_names if a != self.axis))
 
     def check_features(self, in_features: int, out_features: int, mesh) -> None:
-        """Raises ValueError unless the axis divides the features that it splits."""
+        """Raises ValueError or TypeError unless these are sizes, and the axis divides the one that it splits."""
+        check_sizes(in_features, out_features)
         column = self.kind == "column"
         self.check_split(*(("out_features", out_features) if column else ("in_features", in_features)), mesh)
 
@@ -116,6 +124,14 @@ class Dense:
             x, kernel, bias, axis=self.axis, compression=self.compression, scales=scales,
             sequence_dim=self.sequence_dim, dtype=self.dtype, precision=self.precision, site=self.site,
         )  # fmt: skip
+
+
+def check_sizes(in_features: int, out_features: int) -> None:
+    """Raises ValueError or TypeError for what are no numbers of features."""
+    for name, value in (("in_features", in_features), ("out_features", out_features)):
+        rule = "must be an integer of at least 1"
+        if as_integer(name, value, rule) < 1:
+            raise ValueError(f"{name}={value}: {rule}")
 
 
 def known_mesh(dense: Dense):

@@ -58,6 +58,7 @@ class CompressedDense(nn.Module):
             mesh=self.mesh, batch_axes=self.batch_axes, sequence_dim=self.sequence_dim, site="/".join(self.path),
         )  # fmt: skip
         shape = x.shape[-1], self.out_features
+        dense.check_sizes(*shape)
         if dense.in_region():
             shape = dense.local_shape(layer, *shape, initializing=self.is_initializing())
         kernel = self._parameter("kernel", self.kernel_init, shape, layer.kernel_names)

@@ -105,6 +105,7 @@ class CompressedDense(nnx.Module):
         site: str = "",
         rngs: nnx.Rngs,
     ):
+        dense.check_sizes(in_features, out_features)
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
         self.dense = dense.Dense(
             kind=kind, axis=axis, compression=compression, dtype=dtype, precision=precision, mesh=mesh,

@@ -1,11 +1,14 @@
 """Compression and Plan: which site uses what, and errors that name the nearest valid thing."""
 
+import copy
 import dataclasses
+import pickle
+import re
 
 import pytest
 
 from taco_jax import CODECS, Codec, Compression, Plan
-from taco_jax.compression.compression import as_compression
+from taco_jax.compression.compression import as_compression, refuse_options
 
 SITES = ("embed", "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "head")
 
@@ -68,7 +71,58 @@ def test_as_compression():
     assert as_compression(one_way) is one_way and not one_way.is_exact
 
 
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("int4h,block=\u00b2", "block='\u00b2': must be a power of two from 8 to 512"),
+        ("int4h,block=32,block=64", "compression='int4h,block=32,block=64': block is given twice; give it once"),
+        ("taco:int8h:int4h", "compression='taco:int8h:int4h': has more than two codecs; must be CODEC or FORWARD:B"),
+    ],
+)
+def test_texts_of_codecs_that_cannot_be(text, message):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}[^\n]*$"):
+        as_compression(text)
+
+
+@pytest.mark.parametrize(
+    "args,fields,message",
+    [
+        (("taco", "int8h"), {}, "backward='int8h': all but the first are given by name: "
+                                "compression=Compression('taco', backward='int8h')"),
+        (("taco", "int8h", 0), {"link": "nccl"}, "Compression('taco', backward='int8h', min_bytes=0, link='nccl')"),
+        ((), {"codec": "int4h", "backward_codec": "int8h"}, "Compression('int4h', backward='int8h')"),
+        (("int4h",), {"backward_codec": "int8h"}, "Compression('int4h', backward='int8h')"),
+    ],
+)  # fmt: skip
+def test_the_spelling_of_earlier_versions_is_refused_with_the_new_one(args, fields, message):
+    with pytest.raises(TypeError, match=f"^Compression: .*{re.escape(message)}$"):
+        Compression(*args, **fields)
+
+
+def test_a_pair_is_no_codec():
+    message = re.escape("forward='taco:int8h': is a pair; say Compression('taco', backward='int8h')")
+    with pytest.raises(ValueError, match=message):
+        Compression("taco:int8h", link="nccl")
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        ("taco:int8h", "compression=Compression('taco', link='nccl', backward='int8h')"),
+        (None, "compression=Compression('none', link='nccl')"),
+        (Compression("int8h"), f"compression=dataclasses.replace({Compression('int8h')!r}, link='nccl')"),
+    ],
+)
+def test_the_new_spelling_of_options_beside_a_compression(given, message):
+    with pytest.raises(TypeError, match=f"{re.escape(message)}$") as error:
+        refuse_options("psum", {"compression": given, "link": "nccl"}, ("link",))
+    new = eval(str(error.value).split("compression=", 1)[1])
+    assert as_compression(new) == (None if given is None else Compression("int8h" if given != "taco:int8h" else "taco",
+                                                                         backward="int8h", link="nccl"))  # fmt: skip
+
+
 def test_compression_is_a_hashable_value():
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Compression("int8h", chunks=2)))) == Compression("int8h", chunks=2)
     assert Compression() == Compression(forward="taco", backward="taco", min_bytes=None, algorithm="auto", link="auto")
     assert len({Compression(), Compression("taco"), Compression("int8h")}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -105,8 +159,11 @@ def test_counts_are_integers(arguments):
 
 
 def test_a_plan_checks_its_values_at_once():
-    with pytest.raises(ValueError, match="compression='tacoo' is unknown"):
+    with pytest.raises(ValueError, match=r"^plan '\*': compression='tacoo' is unknown"):
         Plan({"*": "tacoo"})
+    for rules in ("int8h", None, {3: "int8h"}):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'plan={rules!r}')}: must be a mapping of patterns, such as"):
+            Plan(rules)
     with pytest.raises(ValueError, match="a layer has no key for rounding='stochastic'"):
         Plan({"*": Compression("taco", backward=Codec("int8", rounding="stochastic"))})
 

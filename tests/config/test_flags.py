@@ -1,5 +1,6 @@
 """Flags and experiment files: what is accepted, and the one line that says what is not."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -124,6 +125,24 @@ def test_bad_command_line(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         cli.parse(args)
     assert "\n" not in str(error.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Lists, as commands have them."""
+
+    codecs: tuple[str, ...] = ()
+    """Names."""
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Pairs."""
+    tp: int = 1
+    """A number."""
+
+
+def test_a_list_in_several_flags_is_one():
+    args = "--codecs a b --plan x 1 --tp 2 --codecs=c --tp 3 --plan y 2 --codecs d".split()
+    found = cli.parse_flags(Lists(), args, prog="", description="")
+    assert found == Lists(("a", "b", "c", "d"), {"x": "1", "y": "2"}, 3)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

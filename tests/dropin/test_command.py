@@ -72,6 +72,35 @@ def test_the_exit_code_is_the_programs(run):
     assert LINE in run(*base, "--", "here/script.py", "fails", check=7).stderr
 
 
+OWN = """
+import os, sys
+print(type(sys.stdout).__name__)
+os.chdir(os.path.dirname(os.getcwd()))
+if "full" in sys.argv:
+    os.rmdir("here/reports")
+    raise SystemExit
+raise OSError(36, "its own error", "a long name")
+"""
+
+
+@pytest.mark.parametrize("ends", ["an error", "full"])
+def test_the_program_is_on_its_own(ends, tmp_path):
+    """Its output and errors are as without the command; the report goes where the command's folder was, or is shown."""
+    folder = tmp_path / "here" / "reports"
+    folder.mkdir(parents=True)
+    (tmp_path / "here" / "own.py").write_text(OWN)
+    args = ["-m", "taco_jax.run", "--compress", "tensor=int8h", "--report", "reports/r.txt", "--", "own.py", ends]
+    result = run_python(args, devices=None, cwd=folder.parent, check=1)
+    assert result.stdout == "TextIOWrapper\n"
+    if ends == "full":
+        report, line, nothing = result.stderr.splitlines()[-3:]
+        assert report == "tensor: 0 bytes before, 0 after" and nothing.startswith("error: nothing was compressed")
+        assert line == f"error: report={folder}/r.txt: No such file or directory; it is above"
+    else:
+        assert result.stderr.splitlines()[-1] == "OSError: [Errno 36] its own error: 'a long name'"
+        assert (folder / "r.txt").read_text().splitlines()[-1] == "tensor: 0 bytes before, 0 after"
+
+
 @pytest.mark.slow
 def test_the_exit_code_of_a_plan_that_does_nothing(run):
     result = run(
@@ -100,17 +129,28 @@ def test_the_exit_code_of_a_plan_that_does_nothing(run):
         (["--compress", "a=int8h", "--require", "95", "--", "here/script.py"], "require=95: must be a share from 0"),
         (["--compress", "a=int8h", "--min-bytes", "-1", "--", "here/script.py"], "min_bytes=-1: must be an integer"),
         (["--compress", "a=int8h", "--report", "no/such/file", "--", "here/script.py"], "report=no/such/file: must be"),
+        (["--compress", "tensor=int8h", "here/script.py"], "no program; give the program after --, such as:"),
+        (["here/script.py"], "no program; give the program after --, such as:"),
+        (["--compress", "a=int8h", "--compress", "a=int4h", "--", "here/script.py"], "compress: 'a=int4h': a is given"),
+        (["--compress", "a=int8h", "--", "here"], "here: is a folder; give the program after --"),
+        (["--compress", "a=int8h", "--", "-m", "here"], "-m here: is a package without a __main__; name one"),
+        (["--compress", "a=int8h", "--", "-m", "here.needs.train"], "-m here.needs.train: its package cannot be "
+                                                                   "imported: No module named 'not_there'; install"),
+        (["--compress", "a=int8h", "--", "-m", ".here"], "-m .here: must be the name of a module; give the program"),
+        (["--compress", "a=int8h", "--", "-m", "here/script.py"], "-m here/script.py: must be the name of a module"),
         (["--comprss", "a=int8h", "--", "here/script.py"], "unknown option --comprss; did you mean --compress?"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_one_line_and_exit_code_2(args, line, tmp_path, monkeypatch, capsys):
-    from taco_jax.config import cli
-    from taco_jax.dropin.command import main
+    from taco_jax.dropin.command import run
 
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "script.py").write_text("raise AssertionError")
+    (tmp_path / "here" / "needs").mkdir()
+    (tmp_path / "here" / "needs" / "__init__.py").write_text("import not_there")
     monkeypatch.chdir(tmp_path)
-    assert cli.run(main, args) == 2
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(args) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {line}") and error.count("\n") == 1
 

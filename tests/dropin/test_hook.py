@@ -1,6 +1,7 @@
 """The hook around other people's programs: threads, caches, exceptions, a jax that has none, and what is an error."""
 
 import contextlib
+import re
 import threading
 
 import dropin_programs as programs
@@ -56,6 +57,12 @@ def nothing_stays_in_force():
         ({"tensor": taco_jax.Compression("int8h", error_feedback=True)}, "tensor: error_feedback=True keeps errors"),
         ({"tensor": "int8h,rounding=stochastic"}, "tensor: rounding='stochastic' needs a new key at every step"),
         ({"tensor": "e4m3,scale=site"}, "tensor: scale='site' needs scales that are calibrated"),
+        ({"tensor": {}}, r"plan: tensor: \{\}: names nothing"),
+        ({"tensor": {"all_reduce": {}}}, r"plan: tensor/all_reduce: \{\}: names nothing"),
+        ({"tensor": {"all_reduce": {3: "int8h"}}}, "plan: tensor/all_reduce: 3: must be an operation or a pattern"),
+        ({"tensor": {"psum": "int8h", "all_reduce": "int4h"}}, "plan: tensor/all_reduce: is given twice; name each"),
+        ({("a", "b"): "int8h", "b+a": "int4h"}, "plan: a\\+b: is given twice"),
+        ({"tensor+tensor": "int8h"}, r"plan: axis 'tensor\+tensor': names an axis twice"),
     ],
 )
 def test_a_plan_that_cannot_be(plan, message):
@@ -72,6 +79,28 @@ def test_min_bytes_that_cannot_be():
 
 
 @pytest.mark.parametrize(
+    "require,message",
+    [
+        (95, "require=95: must be a share from 0 to 1, such as 0.95"),
+        (-0.5, "require=-0.5: must be a share from 0 to 1"),
+        (float("nan"), "require=nan: must be a share from 0 to 1"),
+        ("0.95", "require='0.95': must be a share from 0 to 1, such as 0.95, or {axis: share}"),
+        (True, "require=True: must be a share from 0 to 1"),
+        ({"tensr": 0.9}, "require: 'tensr': is no axis of the plan; did you mean 'tensor'?"),
+        ({"tensor": "all"}, "require: tensor='all': must be a share from 0 to 1"),
+        ({"tensor": 2}, "require: tensor=2: must be a share from 0 to 1"),
+    ],
+)
+def test_a_share_that_cannot_be(require, message):
+    """It is told before the block begins, not after a long run."""
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        with taco_jax.compressed({"tensor": "int8h"}, require=require):
+            raise AssertionError
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        taco_jax.install({"tensor": "int8h"}, require=require)
+
+
+@pytest.mark.parametrize(
     "plan,options,message",
     [
         ({"tensor": "int8h", "fsdp": "int8h"}, {}, "axis 'fsdp' is of no mesh of the programs; .*tensor"),
@@ -80,12 +109,48 @@ def test_min_bytes_that_cannot_be():
                                                            r"go all_reduce of jit\(program_\d+\)/dot_general$"),
         ({"tensor": "int8h"}, {"min_bytes": 1 << 30}, "nothing was compressed: 262,144 bytes, below min_bytes="),
         ({"tensor": {"*": "none"}}, {}, "nothing was compressed: the plan says so"),
+        ({"tensor": {"*dot*": "int8h", "*general*": "int4h"}}, {}, r"plan: tensor/\*general\*: all that it matches "
+                                                                  r"goes by tensor/\*dot\*, which comes first"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_do_what_it_says(plan, options, message):
     f, args = product()
     with pytest.raises(DropInError, match=message), taco_jax.compressed(plan, **options):
         f(*args)
+
+
+def test_an_axis_of_one_device():
+    """Nothing goes over it, so nothing is asked of it."""
+    on = mesh(tensor=4, narrow=1)
+    f, args = product(on=on)
+    with taco_jax.compressed({"tensor": "int8h", "narrow": "int8h"}, require=1) as report:
+        f(*args)
+    assert report.share() == 1
+    message = "nothing was compressed: no mesh of the programs has several devices along narrow$"
+    with pytest.raises(DropInError, match=message), taco_jax.compressed({"narrow": "int8h"}):
+        f(*args)
+
+
+def test_a_rest_of_a_plan_with_nothing_left():
+    f, args = product()
+    with taco_jax.compressed({"tensor": {"*": "int8h", "all_reduce": "int6h", "*dot_general*": "int4h"}}) as report:
+        f(*args)
+    assert [site.codec for site in sites(report, f)] == ["int4h"]
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"link": "nvlink"}, "link 'nvlink' cannot all_reduce codec 'int8h': platform 'cpu' has no NVLink kernels"),
+        ({"ranks_per_host": 3}, "psum: ranks_per_host=3: must divide the 4 ranks of axis 'tensor': 1, 2, 4"),
+    ],
+)
+def test_a_way_of_sending_that_cannot_be(options, message):
+    f, args = product()
+    for _ in range(2):
+        with pytest.raises(DropInError, match=rf"^jit_{f.__name__}: {message}[^\n]*$"):
+            with taco_jax.compressed({"tensor": taco_jax.Compression("int8h", **options)}):
+                f(*args)
 
 
 def test_require():
@@ -123,6 +188,24 @@ def test_a_jax_without_the_hook(monkeypatch):
         raise AssertionError
     with pytest.raises(MissingHookError, match=line):
         taco_jax.install({"tensor": "int8h"})
+
+
+def test_a_plugin_without_the_hook(monkeypatch):
+    def missing(*args, **options):
+        raise NotImplementedError("the plugin has no transformations")
+
+    from jax.extend import xla
+
+    with monkeypatch.context() as patch:
+        patch.setattr(xla, "register_hlo_module_transformation", missing)
+        with pytest.raises(MissingHookError, match="the plugin has no transformations; install jax"):
+            with taco_jax.compressed({"tensor": "int8h"}):
+                raise AssertionError
+    assert not in_force()
+    f, args = product()
+    with taco_jax.compressed({"tensor": "int8h"}) as report:
+        f(*args)
+    assert report.share("tensor") == 1
 
 
 def test_a_compiler_that_ignores_transformations(monkeypatch):
@@ -245,17 +328,32 @@ def test_blocks_in_blocks():
 # Caches and other ways to compile
 
 
-def test_programs_lowered_before_or_exported_are_compressed_where_they_are_compiled():
+def test_exported_programs_are_compressed_where_they_are_compiled():
     f, args = product()
-    lowered = f.lower(*args)
     exported = jax.export.export(f)(*args)
     with taco_jax.compressed({"tensor": "int8h"}):
-        ahead = lowered.compile()
         later = jax.jit(exported.call).lower(*args).compile()
-    assert u8_share(ahead) == 1 and u8_share(later) == 1
-    exact = jax.jit(lambda x, w: x @ w)(*args)
-    check_close(exact, ahead(*args), 0.02)
-    check_close(exact, later(*args), 0.02)
+    assert u8_share(later) == 1
+    check_close(jax.jit(lambda x, w: x @ w)(*args), later(*args), 0.02)
+
+
+def test_programs_that_were_lowered_before_stay_what_they_are():
+    """Else what their `Lowered` keeps were compressed wherever the function is called."""
+    f, args = product()
+    with taco_jax.compressed({"tensor": "int4h"}):
+        product()[0](*args)
+    lowered = f.lower(*args)
+    line = f"nothing was compressed: jit_{f.__name__} was lowered before the plan was in force; call .lower"
+    with pytest.raises(DropInError, match=line), taco_jax.compressed({"tensor": "mxfp8"}) as report:
+        ahead = lowered.compile()
+    assert f"jit_{f.__name__} is exact: it was lowered before the plan was in force" in str(report)
+    assert u8_share(ahead) == 0
+    exact = f(*args)
+    check_equal(exact, ahead(*args))
+    with taco_jax.compressed({"tensor": "mxfp8"}):
+        ours = f(*args)
+    check_close(exact, ours, 0.05)
+    check_equal(exact, f(*args))
 
 
 def test_one_replacement_for_all_of_one_shape():

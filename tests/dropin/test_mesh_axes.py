@@ -1,5 +1,6 @@
 """Replica groups in every form of XLA's, and the mesh axes that they are."""
 
+import functools
 import itertools
 
 import jax
@@ -45,8 +46,8 @@ def test_iota():
 
 
 def test_axes_of_a_mesh():
-    def listed(*axes, sizes=(2, 4), ids=()):
-        on = {"axes": [{"name": f"axis_{n}", "size": size} for n, size in enumerate(sizes)], "device_ids": ids}
+    def listed(*axes, sizes=(2, 4), **ids):
+        on = {"axes": [{"name": f"axis_{n}", "size": size} for n, size in enumerate(sizes)]} | ids
         return groups_of(mesh_groups={"mesh": on, "axes": axes})
 
     assert listed({"axis": 0}) == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -55,7 +56,22 @@ def test_axes_of_a_mesh():
     # Parts of an axis: the outer and the inner half of one of 4.
     assert listed({"axis": 1, "part": {"before": 1, "size": 2}}) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert listed({"axis": 1, "part": {"before": 2, "size": 2}}) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert listed({"axis": 1}, ids=range(7, -1, -1)) == ((7, 6, 5, 4), (3, 2, 1, 0))
+    assert listed({"axis": 1}, device_ids=range(7, -1, -1)) == ((7, 6, 5, 4), (3, 2, 1, 0))
+    # Its devices as those of another mesh, transposed: XLA of jax 0.10 writes replicated dims last.
+    turned = {"dims": [2, 4], "order": [1, 0]}
+    assert listed({"axis": 0}, sizes=(4, 2), iota_ids=turned) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert listed({"axis": 1}, sizes=(4, 2), iota_ids=turned) == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    "form", ["mesh_groups", "device_list", "iota_groups", "mesh_groups.mesh", "device_list.mesh_groups.mesh.iota_ids"]
+)
+def test_groups_in_a_form_of_a_later_xla_are_told(form):
+    instruction = Instruction(device_list={"mesh_groups": {"mesh": {"iota_ids": {}}}}, mesh_groups={"mesh": {}})
+    assert mesh_axes.are_known(instruction)
+    # A field 100 in one of the messages that say what the groups are.
+    functools.reduce(getattr, form.split("."), instruction).MergeFromString(b"\xa0\x06\x01")
+    assert not mesh_axes.are_known(instruction)
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "b"), ("c", "a"), ("b", "c"), ("a", "b", "c")], ids=str)
@@ -97,6 +113,13 @@ def test_meshes_are_those_of_the_programs_devices():
     assert ours in (found := mesh_axes.of_devices(made, range(4))) and other not in found and turned not in found
     assert turned in mesh_axes.of_devices(made, (3, 2, 1, 0))
     assert np.prod([m.size for m in found]) == 4 ** len(found)
+
+
+def test_a_mesh_whose_axes_are_numbers_is_left_out():
+    numbered = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (0, 1))
+    mixed = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", 1))
+    found = mesh_axes.live_meshes()
+    assert numbered not in found and mixed not in found
 
 
 def test_a_mesh_that_another_thread_is_making_is_left_out():

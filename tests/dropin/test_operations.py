@@ -106,6 +106,21 @@ def test_sums_over_several_axes_are_named_together():
     assert other.size == 8
 
 
+@pytest.mark.parametrize("name,other", [("inner", "outer"), ("outer", "inner")])
+def test_a_sum_of_the_compiler_over_one_axis_of_two(name, other):
+    """The other axis is replicated, and as large: groups that are read wrongly are those of the other axis."""
+    on = mesh(outer=2, inner=2)
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = sharded(on, jax.random.normal(keys[0], (256, 256)), None, name)
+    w = sharded(on, jax.random.normal(keys[1], (256, 256)), name)
+    f = jax.jit(programs.fresh(jnp.matmul), out_shardings=NamedSharding(on, P()))
+    _, ours, (site,) = run(f, (x, w), {name: "int8h"})
+    assert site.axes == (name,) and site.compressed
+    check_close(f(x, w), ours, 0.01)
+    with pytest.raises(DropInError, match="nothing was compressed: the plan does not name it"):
+        run(f, (x, w), {other: "int8h"})
+
+
 def test_what_is_never_compressed():
     on = mesh(a=2, b=4)
     x = rows(on)

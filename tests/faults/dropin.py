@@ -14,6 +14,14 @@ MUTANTS = (
         ("tests/dropin/test_mesh_axes.py",),
     ),
     Mutant(
+        "drop-in-mesh-order",
+        "groups over a mesh whose devices are in another order are read as if they were counted",
+        "taco_jax/dropin/mesh_axes.py",
+        'if mesh.HasField("iota_ids"):',
+        "if False:",
+        ("tests/dropin/test_mesh_axes.py",),
+    ),
+    Mutant(
         "drop-in-direction",
         "collectives of the backward pass go in the forward codec",
         "taco_jax/dropin/plan.py",

@@ -211,7 +211,7 @@ def test_old_options_are_refused_with_the_new_spelling():
     new = re.escape(f"compression=Compression('mxfp4', {given})")
     with pytest.raises(TypeError, match=f"^Generator: {given}: options are one object now: {new}$"):
         taco_jax.Generator("model", compression="mxfp4", min_bytes=0, link="nccl")
-    with pytest.raises(TypeError, match=r"Generator: error_feedback=True: .*Compression\('taco', error_feed"):
+    with pytest.raises(TypeError, match=r"Generator: error_feedback=True: .*Compression\('none', error_feed"):
         taco_jax.Generator.of(ModelConfig(), error_feedback=True)
     with pytest.raises(TypeError, match="Generator: got an unexpected keyword argument 'codec'"):
         taco_jax.Generator("model", codec="mxfp4")

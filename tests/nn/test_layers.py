@@ -246,6 +246,12 @@ BAD_ARGUMENTS = [
     ({"kind": "row", "out_features": 30, "features": 66}, r"in_features=66: .* try 64 or 68"),
     ({"sequence_dim": 2}, r"sequence_dim=2: x has shape \(8, 8, 64\); valid are 0 to 1"),
     ({"sequence_dim": 1, "length": 6}, "sequence_dim=1: its size 6 .* multiple of 4"),
+    ({"sequence_dim": "1"}, "sequence_dim='1': is of type str; must be an integer, a dim of x, or None"),
+    ({"out_features": 0}, "out_features=0: must be an integer of at least 1"),
+    ({"out_features": -4}, "out_features=-4: must be an integer of at least 1"),
+    ({"out_features": 32.0}, "out_features=32.0: is of type float; must be an integer"),
+    ({"batch_axes": 3}, "batch_axes=3: must be the name of a mesh axis, several of them, or None"),
+    ({"batch_axes": ("dp", 3)}, r"batch_axes=\('dp', 3\): must be the name of a mesh axis"),
 ]
 
 
@@ -258,7 +264,7 @@ def test_bad_arguments(twin, arguments, message):
     features = arguments.pop("features", D)
     width = features if features == 66 else D
     x_BLD = jnp.zeros((8, length, width))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         if twin == "nnx":
             CompressedDense(features, out_features, mesh=mesh, rngs=nnx.Rngs(0), **arguments)(x_BLD)
         else:
