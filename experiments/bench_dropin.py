@@ -82,7 +82,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--programs", default="stack", help=f"of {', '.join(client_programs.PROGRAMS)}")
     parser.add_argument("--variants", default="none,int8h,int6h,int4h")
     parser.add_argument("--min-bytes", type=int, default=None, help="smaller messages stay exact; as tuned by default")
-    parser.add_argument("--across-tokens", action="store_true", help="blocks across tokens, without transpositions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-round", type=int, default=4)
     parser.add_argument("--loss-steps", type=int, default=12)
@@ -139,7 +138,7 @@ def compiled(client: client_programs.Client, compression: Compression | None, ar
         if compression is None:
             step = once()
         else:
-            options = {"min_bytes": args.min_bytes, "across_tokens": args.across_tokens}
+            options = {"min_bytes": args.min_bytes}
             with taco_jax.compressed({client.axis: compression}, **options) as report:
                 step = once()
         seconds.append(time.perf_counter() - start)

@@ -38,9 +38,6 @@ class RunConfig:
     """Collectives of fewer bytes stay exact; None: as tuned for codec, ranks and link."""
     require: float | None = None
     """Least share, 0 to 1, of the bytes that are named that must be compressed."""
-    across_tokens: bool = False
-    """Experimental: send what cuts or joins the innermost dim in that dim's order, with blocks across tokens. Saves
-    transpositions on GPUs; small tokens beside large ones lose accuracy."""
     report: str | None = None
     """File that the report is written to; None: standard error."""
     devices: str | None = None
@@ -78,9 +75,7 @@ def prepare(args: Sequence[str]) -> Callable[[], int]:
     from taco_jax.dropin import MissingHookError
 
     try:
-        installed = taco_jax.install(
-            plan, min_bytes=config.min_bytes, require=config.require, across_tokens=config.across_tokens
-        )
+        installed = taco_jax.install(plan, min_bytes=config.min_bytes, require=config.require)
     except MissingHookError as error:
         raise ConfigError(str(error)) from None
     return functools.partial(_run, start, installed, report)

@@ -190,7 +190,6 @@ def compressed(
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,
-    across_tokens: bool = False,
 ) -> Iterator[Report]:
     """Compresses the collectives of every program that this thread compiles inside the block.
 
@@ -208,10 +207,6 @@ def compressed(
         What gathers the program's own arguments (weights) is exact unless its operation is named.
       min_bytes: smaller collectives stay exact. None: as tuned for codec, ranks and link; 0 on the emulator.
       require: the least share of the bytes that the plan names, of every axis or of each by name, that is compressed.
-      across_tokens: experimental. Messages that cut or join the innermost dim of an array are sent in that dim's order.
-        On GPUs, matrix products write and read that order themselves, which saves a transposition of each array. Blocks
-        then run across the tokens of one feature: small tokens beside large ones lose accuracy, and small features
-        beside large ones win it. Codecs with one scale a token keep their tokens.
 
     Raises:
       ValueError, TypeError: a plan or a share that cannot be, in one line.
@@ -274,7 +269,6 @@ def install(
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,
-    across_tokens: bool = False,
 ) -> Installed:
     """Compresses the collectives of every program that is compiled from now on, in all threads.
 

@@ -55,12 +55,10 @@ class DropInPlan:
     """Rules, the most special first: those of op_name, of an operation, of an axis; else in the order of the mapping.
 
     min_bytes: of collectives whose own `Compression` leaves it open; None: as tuned for codec, ranks and link.
-    across_tokens: messages that cut or join an array's innermost dim are sent with it as the outermost one.
     """
 
     rules: tuple[Rule, ...]
     min_bytes: int | None = None
-    across_tokens: bool = False
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -72,7 +70,7 @@ class DropInPlan:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
-def parse_plan(plan, min_bytes: int | None = None, across_tokens: bool = False) -> DropInPlan:
+def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
     """The plan of a mapping.
 
     Raises:
@@ -80,8 +78,6 @@ def parse_plan(plan, min_bytes: int | None = None, across_tokens: bool = False) 
     """
     if not isinstance(plan, Mapping) or not plan:
         raise TypeError(f"plan={plan!r}: {FORM}")
-    if not isinstance(across_tokens, bool):
-        raise TypeError(f"across_tokens={across_tokens!r}: must be True or False")
     rules: list[Rule] = []
     for key, value in plan.items():
         axes = _axes(key)
@@ -94,7 +90,7 @@ def parse_plan(plan, min_bytes: int | None = None, across_tokens: bool = False) 
             raise ValueError(f"plan: {rule.text}: is given twice; name each axis, operation and pattern once")
     rules.sort(key=lambda rule: rule.generality)
     # Compression checks the number, and says what it must be.
-    return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes, across_tokens)
+    return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes)
 
 
 def parse_text(lines: Iterable[str]) -> dict:

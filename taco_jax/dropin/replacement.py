@@ -37,7 +37,6 @@ class Request(NamedTuple):
     """A collective over `place` of operands of these local shapes; a sum of several is one message.
 
     dimension: that is scattered, gathered or exchanged. perm: (source, destination) among the ranks of the axes.
-    across_tokens: whether that dimension is sent as the outermost, so that blocks run along the next one.
     """
 
     operation: str
@@ -47,7 +46,6 @@ class Request(NamedTuple):
     compression: Compression
     dimension: int = 0
     perm: tuple[tuple[int, int], ...] = ()
-    across_tokens: bool = False
 
 
 class Replacement(NamedTuple):
@@ -60,10 +58,6 @@ class Replacement(NamedTuple):
 
 def run(request: Request, *xs):
     """The collective on one device's arrays."""
-    if request.across_tokens:
-        dim = request.dimension
-        y = run(request._replace(dimension=0, across_tokens=False), jnp.moveaxis(xs[0], dim, 0))
-        return jnp.moveaxis(y, 0, dim)
     axes, compression, dim = request.place.axes, request.compression, request.dimension
     axes = axes[0] if len(axes) == 1 else axes
     (x, *_) = xs

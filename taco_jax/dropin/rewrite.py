@@ -228,12 +228,10 @@ class _Chooser:
         if ranks * codec.of(dims).wire_bytes(-(-math.prod(dims) // ranks)) >= nbytes(shape):
             return f"{size:,} bytes, of which {codec.name} would send no fewer"
         cut = operation in ("reduce_scatter", "all_gather", "all_to_all")
-        innermost = cut and dimension == order[-1] and len(order) > 1 and not codec.per_token
         request = Request(
             operation, choice.place, dtype_name(shape),
             shapes=tuple(tuple(o.shape.dimensions[d] for d in order) for o in operands), compression=compression,
             dimension=order.index(dimension) if cut else 0, perm=collective.perms[n] if collective.perms else (),
-            across_tokens=self.plan.across_tokens and innermost and len(operands) == 1,
         )  # fmt: skip
         if codec.per_token and cut and request.dimension == len(order) - 1:
             return f"codec {codec.name!r} has one scale a token, and the tokens' own dim is cut or joined here"

@@ -3,9 +3,6 @@
 import pytest
 from helpers import run_python
 
-import taco_jax
-import taco_jax.dropin
-
 PROGRAM = """
 import sys
 import jax
@@ -153,21 +150,3 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(args, line, tmp_path, monk
     assert run(args) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {line}") and error.count("\n") == 1
-
-
-def test_across_tokens_is_an_option(tmp_path, monkeypatch, capsys):
-    from taco_jax.config import cli
-    from taco_jax.dropin.command import main
-
-    given = {}
-
-    def install(plan, **options):
-        given.update(options)
-        raise taco_jax.dropin.MissingHookError("no hook")
-
-    monkeypatch.setattr(taco_jax, "install", install)
-    script = tmp_path / "script.py"
-    script.write_text("raise AssertionError")
-    assert cli.run(main, ["--compress", "a=int8h", "--across-tokens", "--", str(script)]) == 2
-    assert given == {"min_bytes": None, "require": None, "across_tokens": True}
-    assert capsys.readouterr().err == "error: no hook\n"

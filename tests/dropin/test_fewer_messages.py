@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from dropin_programs import UNFUSED, check_close, check_equal, fresh, mesh, run, sharded
 from hlo import counts
@@ -15,7 +14,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import taco_jax
 from taco_jax.dropin import DropInError, share_collectives
 from taco_jax.dropin.hlo_module import Module
 
@@ -164,39 +162,8 @@ def test_what_would_be_kept_for_long_is_sent_anew():
     check_close(f(*args), ours, 0.05)
 
 
-# Messages of an array's innermost dim in that dim's order
-
-
-@pytest.mark.parametrize("across", [False, True], ids=["along features", "across tokens"])
-def test_blocks_along_features_or_across_tokens(across):
-    """What is a hundred times as large spoils what is in its block: the others of its token, or those of its feature.
-    The error of all together is the same."""
-    on = mesh(b=4)
-    tokens, large = 256, 7
-    values = lambda key: np.array(jax.random.normal(jax.random.key(key), (4 * tokens, COLUMNS)))
-    by_feature, by_token = values(6), values(7)
-    by_feature[:, large::128] *= 100
-    by_token[large::128] *= 100
-    f = each(lambda x, y: (own(x), own(y)), on, 2)
-    args = sharded(on, by_feature, "b"), sharded(on, by_token, "b")
-    _, ours, found = run(f, args, {"b": "int8h"}, across_tokens=across)
-    assert [(s.operation, s.codec) for s in found] == 2 * [("reduce_scatter", "int8h")]
-    check_close(f(*args), ours, 0.006)
-    whole = lambda y: np.concatenate(np.asarray(y, np.float64).reshape(4, tokens, PART), 1)
-    worst = []
-    for exact, y, axis in zip(f(*args), ours, (0, 1)):
-        errors = np.linalg.norm(whole(y) - whole(exact), axis=axis) / np.linalg.norm(whole(exact), axis=axis)
-        worst.append(np.delete(errors, np.s_[large::128]).max())
-    assert worst[across] > 3 * worst[1 - across] and max(worst) < 0.04 and min(worst) < 0.008
-
-
 def test_a_codec_with_a_scale_for_each_token_keeps_its_tokens():
     on = mesh(b=4)
     f, x = each(own, on), rows(on)
     with pytest.raises(DropInError, match="codec 'int8_token' has one scale a token, and the tokens' own dim is cut"):
-        run(f, (x,), {"b": "int8_token"}, across_tokens=True)
-
-
-def test_across_tokens_is_a_truth_value():
-    with pytest.raises(TypeError, match="across_tokens=1: must be True or False"):
-        taco_jax.install({"b": "int8h"}, across_tokens=1)
+        run(f, (x,), {"b": "int8_token"})
