@@ -174,6 +174,7 @@ def test_chunks_and_shares_are_whole_tokens():
     assert all(p.per_message % 3584 == 0 and p.offset % 3584 == 0 for p in pieces) and len(pieces) == 3
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_and_statistics():
     codec = dataclasses.replace(INT8, rounding="stochastic")
     x = values((6, 40))

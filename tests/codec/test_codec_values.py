@@ -64,6 +64,7 @@ def test_site_scale_is_worth_nothing_to_floats_and_2_to_3_5_db_to_integers():
 
 
 @pytest.mark.parametrize("scale,bits", [("e5m0", 5), ("e4m0", 4)])
+@pytest.mark.slow
 def test_short_scales_are_e8m0_within_their_range(scale, bits):
     """And beyond it codes clip, or the smallest scale is taken. A site scale moves the range."""
     x = gaussian()

@@ -227,6 +227,7 @@ def test_sums_are_those_of_what_was_sent(options):
         np.testing.assert_allclose(y, sent, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_ppermute_moves_its_bytes():
     x_P = np.stack([outliers(3, 250, seed).astype(ml_dtypes.bfloat16) for seed in range(4)])
     f = per_rank(lambda x: taco_jax.ppermute(x, "tp", [(0, 1), (1, 2), (2, 3)], compression="tah4"), 4)
@@ -234,6 +235,7 @@ def test_ppermute_moves_its_bytes():
     assert collectives(f.lower(x_P).compile()) == [("collective-permute", "uint8", wire_bytes(750))]
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_and_statistics():
     codec = dataclasses.replace(TAH4, rounding="stochastic")
     x = gaussian(1000)

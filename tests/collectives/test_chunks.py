@@ -172,6 +172,7 @@ def test_one_bad_value_stays_in_its_block(bad):
     assert not np.isfinite(y[640:768]).any() and np.isfinite(np.delete(y, range(640, 768))).all()
 
 
+@pytest.mark.slow
 def test_measures_of_chunks_are_those_of_the_whole():
     rng = np.random.default_rng(0)
     x_P = (rng.normal(size=(4, 4096)) * np.exp2(rng.integers(-3, 4, (4, 1)))).astype(np.float32)

@@ -25,7 +25,7 @@ CASES = [
     (2, "int4h", {}),
     (3, "mxfp4", {}),
     (4, "int8_token", {"algorithm": "one_shot"}),
-    (4, "tah4", {}),
+    pytest.param(4, "tah4", {}, marks=SLOW),
     (4, "int4h", {"exchange": "ring", "chunks": 2}),
     pytest.param(4, "mxfp4", {"algorithm": "one_shot", "chunks": 3}, marks=SLOW),
     pytest.param(4, "taco", {}, marks=SLOW),
@@ -132,6 +132,7 @@ def test_errors_do_not_pile_up_along_depth():
     assert fed < 1.2 * one
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_psum():
     """Of both, under remat in a scan: the errors have no gradient and are not sent again."""
     x_P, w_P = terms(4), terms(4, shape=(3, 136))

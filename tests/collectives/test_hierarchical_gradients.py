@@ -103,6 +103,7 @@ def test_a_calibrated_exponent_fits_both_codecs(local):
     assert quality["no"] - 14 < quality["yes"] < quality["no"] + 1 and quality["yes"] > 12
 
 
+@pytest.mark.slow
 def test_a_layer_asks_its_mesh(monkeypatch):
     mesh = jax.make_mesh((1, 8), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).normal(size=(4, 16, 64)).astype(np.float32)
@@ -124,6 +125,7 @@ def test_a_layer_asks_its_mesh(monkeypatch):
     assert levels(Compression("int8h", ranks_per_host=2))[0] == [(2, "int8h"), (4, "int8h")]
 
 
+@pytest.mark.slow
 def test_messages_under_way_have_a_hop_for_each_collective():
     x_P = np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32)
 

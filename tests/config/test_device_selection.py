@@ -46,6 +46,7 @@ print(len(jax.devices()), jax.devices()[0].platform, os.environ["XLA_FLAGS"])
     "env, keeps",
     [({}, True), pytest.param({"MALLOC_TOP_PAD_": "131072"}, False, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_emulated_devices_keep_the_memory_of_a_step(run_python, env, keeps):
     """64 MB that every call takes and frees are not cleared by the kernel each time, unless the user has set malloc."""
     code = """

@@ -148,6 +148,7 @@ def test_variants(program):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_stack_on_emulated_devices(program, tmp_path, capsys):
     sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
     arguments = ["--out", str(tmp_path), "--variants", "none,int8h", "--rounds", "1", "--min-bytes", "0", *sizes]

@@ -99,6 +99,7 @@ def test_ends_at_eos_and_fills_the_longest_sequence(greedy, engine):
     assert ending.events.empty() and long.events.empty()
 
 
+@pytest.mark.slow
 def test_compressed_prompts_and_exact_steps(generator):
     """So an answer is the same alone and in company, and the same as Generator's."""
     compressed = taco_jax.Generator(generator.checkpoint, tp=2, dtype="float32", compression="int4h")

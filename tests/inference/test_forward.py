@@ -79,6 +79,7 @@ def test_a_position_beyond_the_last_slot_changes_nothing():
 PLAN = {"layers/0/mlp/*": "int8h", "layers/mlp/down": "int6h,block=64", "layers/0/attn/out": None}
 
 
+@pytest.mark.slow
 def test_layers_may_send_differently():
     run = Run(QWEN2, tp=4, batch=2, length=32)
     params, tokens = run.params(), run.batch_arrays()[0]

@@ -175,6 +175,7 @@ def test_all_ranks_hold_the_same_replicated_gradients():
             np.testing.assert_array_equal(shards[str(shard.index)], shard.data, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32():
     """Gradients of what every rank has are summed in float32."""
     run = Run(QWEN2, tp=8, dtype=jnp.bfloat16, sequence_parallel=True, remat="full")
@@ -187,6 +188,7 @@ def test_bfloat16_stays_close_to_float32():
     assert {dtype for opcode, dtype, _ in found if opcode == "all-reduce"} == {"float32"}
 
 
+@pytest.mark.slow
 def test_parameters_do_not_depend_on_tp():
     for config in (QWEN2, GPT2):
         want = by_path(unpadded(decoder.init_params(config, jax.random.key(3), 1), config))

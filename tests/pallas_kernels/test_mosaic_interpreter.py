@@ -272,7 +272,7 @@ def two_ctas(monkeypatch):
 @pytest.mark.parametrize(
     "operation",
     [
-        "reduce_encode",
+        pytest.param("reduce_encode", marks=pytest.mark.slow),
         "decode",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("encode", "reduce_decode", "sum_decode")),
     ],

@@ -32,7 +32,11 @@ from taco_jax.compression import dispatch
 SHAPES = ((1, 1), (7, 3), (127, 1), (128, 2), (129, 4), (8193, 1))
 DTYPES = ("bfloat16", "float16", "float32")
 CASES = cover_groups(
-    [("name",), ("shape",), ("dtype", "data")], name=tuple(CODECS_WITH_KERNELS), dtype=DTYPES, shape=SHAPES, data=DATA
+    [("name",), ("shape",), ("dtype",), ("data",)],
+    name=tuple(CODECS_WITH_KERNELS),
+    dtype=DTYPES,
+    shape=SHAPES,
+    data=DATA,
 )
 # The fields that presets leave out.
 FIELDS = dict(

@@ -115,6 +115,7 @@ def test_stages_take_nccl_unless_nvlink_is_asked_for(pp, given, taken):
     assert {c.link for c in sites.values()} == {taken}
 
 
+@pytest.mark.slow
 def test_dry_run():
     changes = {"compression": CompressionConfig("taco", "taco"), "global_batch": 32, "accumulation": 2}
     mesh = MeshConfig(pp=2, tp=2)

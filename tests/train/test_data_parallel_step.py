@@ -200,7 +200,10 @@ def test_the_compiled_step_sends_what_the_table_lists(config):
     assert [(row.site, row.elements) for row in sums_over_dp] == [("dp/loss", 1)]
 
 
-@pytest.mark.parametrize("config", [CODED, on(8, 1, optimizer=ADAM, zero1=True)], ids=["coded", "exact"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(CODED, id="coded"), pytest.param(on(8, 1, optimizer=ADAM, zero1=True), marks=SLOW, id="exact")],
+)
 def test_no_device_holds_a_whole_optimiser_state(config):
     run = train(config)
     p, dp, tp = run.program, config.mesh.dp, config.mesh.tp
