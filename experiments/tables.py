@@ -87,8 +87,8 @@ def headline(figures: Figures) -> Iterable[Row]:
     yield "Training step of a 7B model, tp 4, link over host memory: speed against exact", *step
     over_nvlink = figures.times("qwen7b_tp4_nvlink", "nvlink.taco.speedup")
     yield "The same step over NVLink, one kernel a sum", over_nvlink, "", ""
-    sums = [figures.times("allreduce_4gpus", f"65536.{codec}.speedup") for codec in ("taco", "int4h")]
-    yield "Sum of 64M elements over NVLink, 4 GPUs, one kernel: speed against NCCL's in bf16", sums[0], "", sums[1]
+    drop_in = [figures.times("dropin_2gpus_host", f"maxtext.{codec}.speedup") for codec in ("int6h", "int4h")]
+    yield "MaxText's own step under the compiler hook, tp 2, link over host memory: speed against exact", "", *drop_in
     loss = [figures.change("accuracy", f"gpt2_124m.{codec}.difference", 2) for codec in ("taco", "int6h")]
     yield "Validation loss of GPT-2 124M trained at tp 2, mean of the seeds, against exact", *loss, ""
     change = [figures.change("perplexity_smollm2", f"{c}_feedback.change", 1) for c in ("taco", "int4h")]
@@ -110,6 +110,21 @@ def step_7b(figures: Figures) -> Iterable[Row]:
             speed = figures.times("qwen7b_tp4_kernels", f"{key}.speedup")
             cells.append(f"{figures.number('qwen7b_tp4_kernels', f'{key}.ms')} ({speed})")
         yield name, *cells
+
+
+def drop_in(figures: Figures) -> Iterable[Row]:
+    codecs = ("int8h", "int6h", "int4h")
+    programs = {
+        "maxtext": "MaxText 0.2.5, its trainer's own step",
+        "stack": "MLP layers under `scan` and `jax.checkpoint`, plain `jax.jit`",
+    }
+    yield "program", "link", "exact ms", *(f"`{codec}`" for codec in codecs)
+    for link, name in (("host", "host memory"), ("nvlink", "NVLink")):
+        folder = f"dropin_2gpus_{link}"
+        for program, words in programs.items():
+            of_link = codecs if link == "host" else ("int8h", "int4h")
+            cells = [figures.times(folder, f"{program}.{c}.speedup") if c in of_link else "" for c in codecs]
+            yield words, name, figures.number(folder, f"{program}.none.ms", 1), *cells
 
 
 def codec_kernels(figures: Figures) -> Iterable[Row]:
@@ -158,6 +173,7 @@ TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "step-7b": step_7b,
     "codec-kernels": codec_kernels,
     "sums-nvlink": sums_nvlink,
+    "drop-in": drop_in,
     "perplexity": perplexity,
 }
 
