@@ -180,7 +180,7 @@ def test_sigterm_ends_all_that_was_started(tmp_path):
     temporary = tmp_path / "with space"
     temporary.mkdir()
     out = tmp_path / "out.json"
-    command = [sys.executable, REPOSITORY / "tests" / "mutants.py", "--only", "top-p", "nvlink-rows", "--out", out]
+    command = [sys.executable, REPOSITORY / "tests" / "mutants.py", "--only", "top-p", "scheduler-twice", "--out", out]
     environment = os.environ | {"TMPDIR": str(temporary), "TACO_TEST_GPU": "0"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -191,7 +191,7 @@ def test_sigterm_ends_all_that_was_started(tmp_path):
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert not started() and not list(temporary.iterdir())
-    assert [verdict["name"] for verdict in json.loads(out.read_text())] == ["nvlink-rows"]
+    assert [verdict["name"] for verdict in json.loads(out.read_text())] == ["scheduler-twice"]
 
 
 def selects(expression, name):
