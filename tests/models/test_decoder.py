@@ -52,7 +52,7 @@ TIED = Run(GPT2, tp=4, sequence_parallel=True, remat="full", codec="taco")
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(PLAIN, id="qwen2"),
+        pytest.param(PLAIN, marks=SLOW, id="qwen2"),
         pytest.param(PARALLEL, marks=SLOW, id="qwen2-sequence_parallel"),
         pytest.param(TIED, marks=SLOW, id="gpt2-sequence_parallel"),
         pytest.param(Run(QWEN2, tp=4, sequence_parallel=True, remat="dots", codec="int8h"), marks=SLOW, id="int8h"),

@@ -33,6 +33,7 @@ def distance(got, want):
     return np.sqrt(square({path: got[path] - want[path] for path in want}) / square(want))
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_nearer_to_the_exact_ones_and_the_messages_the_same():
     options = {"tp": 4, "batch": 2, "length": 32}
     loss, grads, _ = Run(DEEP, **options).gradients()

@@ -194,7 +194,7 @@ def compressed_dot(kind):
     return {"dot_general": taco_jax.dot_general("tp", compression="int8h", kind=kind)}
 
 
-@pytest.mark.parametrize("twin", ["nnx", "linen"])
+@pytest.mark.parametrize("twin", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_layers_of_flax(twin):
     mesh = make_mesh(dp=DP, tp=TP)
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D)).astype(np.float32)

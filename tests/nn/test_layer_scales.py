@@ -87,7 +87,8 @@ def test_site_scales(twin):
     jax.tree.map(np.testing.assert_array_equal, ignored[0]["params"], gradients["params"])
 
 
-@pytest.mark.parametrize("twin", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("twin", ["linen", "nnx"])
 def test_site_scales_inside_a_region_and_stacked(twin):
     mesh = make_mesh(dp=2, tp=4)
     x_BLD, y_BLD = data()

@@ -103,7 +103,7 @@ def test_stack_full_product(twin, where, types, sequence_dim, compression):
     run_gradients(twin, where, types, 4, sequence_dim, compression, stack=True)
 
 
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("twin", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_dtypes_of_bfloat16(twin):
     """Computed in bf16 from float32 parameters, whose gradients are float32."""
     apply, variables, x_BLD, y_BLD = in_bfloat16(twin)

@@ -194,6 +194,7 @@ def test_psum_is_three_kernels(name):
     assert text.count("stablehlo.all_to_all") == text.count("stablehlo.all_gather") == 1
 
 
+@pytest.mark.slow
 def test_other_collectives():
     x = shape(4 * 8192)
     rows = lambda x: x.reshape(4, -1)

@@ -279,9 +279,13 @@ def check_state(p, state, run):
 
 @pytest.mark.parametrize(
     "start, end",
-    [("dp4 tp2 zero1", "one"), ("one", "dp4 tp2 zero1"), pytest.param("dp2 tp2", "dp8 zero1", marks=SLOW),
-     pytest.param("dp8 zero1", "dp2 tp2", marks=SLOW)],
-)  # fmt: skip
+    [
+        ("one", "dp4 tp2 zero1"),
+        pytest.param("dp4 tp2 zero1", "one", marks=SLOW),
+        pytest.param("dp2 tp2", "dp8 zero1", marks=SLOW),
+        pytest.param("dp8 zero1", "dp2 tp2", marks=SLOW),
+    ],
+)
 def test_resumed_elsewhere(tmp_path, start, end):
     """Steps go on as if there had been no other mesh."""
     run, p = train(PLACES[start]), train(PLACES[end]).program

@@ -125,6 +125,7 @@ def test_repeats_bit_for_bit_and_moves_every_leaf():
         assert (old != new).any()
 
 
+@pytest.mark.slow
 def test_replicas_are_bit_identical():
     _, state, _ = train(PARALLEL, 3)
     assert compare_replicas((state.params, state.opt_state, state.scales)) > 100
