@@ -106,8 +106,8 @@ def _all_logits(generator, prompts, new: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name, tp",
     [
-        ("qwen3", 4),
-        pytest.param("gpt2", 1, marks=SLOW),
+        pytest.param("qwen3", 4, marks=SLOW),
+        ("gpt2", 1),
         pytest.param("smollm", 3, marks=SLOW),
         pytest.param("llama", 2, marks=SLOW),
         pytest.param("qwen2", 4, marks=SLOW),

@@ -115,7 +115,11 @@ def test_pings_break_the_silence(meeting):
     "stages, message",
     [
         (["joined", None, "joined"], "process 1 did not join JAX's processes within 3 s (distributed_timeout)"),
-        (["ready", "joined", "ready"], "start-up self-test: process 1 did not get through an all-reduce over all"),
+        pytest.param(
+            ["ready", "joined", "ready"],
+            "start-up self-test: process 1 did not get through an all-reduce over all",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["joined"] * 3,
             "start-up self-test: all processes did not get through an all-reduce over all devices",

@@ -114,6 +114,7 @@ def test_exact_curve_with_a_padded_vocabulary(tp):
     np.testing.assert_allclose(train(on(tp=tp, config=config), 20)[0], train(config, 20)[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_repeats_bit_for_bit_and_moves_every_leaf():
     before = leaves(program(SMALL).init(jax.random.key(0)).params)
     runs = [train(SMALL, 3) for _ in range(2)]
