@@ -59,7 +59,7 @@ def pytest_unconfigure():
         shutil.rmtree(CACHE, ignore_errors=True)
 
 
-# The drop-in's files come first: the hook looks through all programs that its process has loaded, and there are few then.
+# The drop-in's files come first: the hook looks through all programs that its process has loaded, few at that time.
 # Files that take longest for their number of tests follow, so that both processes have work to the end.
 FIRST = (
     "test_hook.py", "test_operations.py", "test_values.py", "test_combined_sums.py", "test_fewer_messages.py",
