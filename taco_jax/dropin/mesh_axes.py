@@ -80,13 +80,20 @@ def live_meshes() -> list[jax.sharding.Mesh]:
 
     Of those whose axes have names: jax takes numbers too, which no plan can say.
     """
-    found = [o for o in gc.get_objects() if issubclass(type(o), jax.sharding.Mesh)]
+    # Instances refer to their class. All objects (`gc.get_objects`) would hold tuples that other threads are making just
+    # then, where Python would end with a SystemError.
+    found = [o for o in gc.get_referrers(*_classes(jax.sharding.Mesh)) if issubclass(type(o), jax.sharding.Mesh)]
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
     found += [
         a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
     ]
     whole = {mesh for mesh in found if _is_made(mesh) and all(isinstance(name, str) for name in mesh.axis_names)}
     return sorted((m for m in whole if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
+
+
+def _classes(base: type) -> list[type]:
+    """A class and all that are derived from it."""
+    return [base, *(c for derived in base.__subclasses__() for c in _classes(derived))]
 
 
 def _is_made(mesh) -> bool:

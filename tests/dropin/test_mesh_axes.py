@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import sys
+import threading
 
 import jax
 import numpy as np
@@ -127,3 +129,27 @@ def test_a_mesh_that_another_thread_is_making_is_left_out():
     on, half_made = mesh(data=2, tensor=4), object.__new__(jax.sharding.Mesh)
     found = mesh_axes.live_meshes()
     assert on in found and not any(m is half_made for m in found)
+
+
+def test_looking_for_meshes_spoils_nothing_that_another_thread_is_making():
+    """Python enlarges a tuple in its place, and ends with a SystemError where somebody else has got hold of it."""
+    before, stop, errors = sys.getswitchinterval(), threading.Event(), []
+
+    def make_tuples():
+        try:
+            while not stop.is_set():
+                tuple([n] for n in range(40))
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(20):
+            mesh_axes.live_meshes()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not errors
