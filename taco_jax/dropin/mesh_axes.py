@@ -80,7 +80,7 @@ def live_meshes() -> list[jax.sharding.Mesh]:
 
     Of those whose axes have names: jax takes numbers too, which no plan can say.
     """
-    # Instances refer to their class. All objects (`gc.get_objects`) would hold tuples that other threads are making just
+    # Instances refer to their class. All objects (`gc.get_objects`) would hold tuples that other threads make just
     # then, where Python would end with a SystemError.
     found = [o for o in gc.get_referrers(*_classes(jax.sharding.Mesh)) if issubclass(type(o), jax.sharding.Mesh)]
     # Objects that a program has frozen (`gc.freeze`) are not among them; arrays know their own.
