@@ -1,4 +1,4 @@
-"""What the compiler hook of `taco_jax.compressed` adds to compiling a decoder of unrolled layers.
+"""Compile time that the compiler hook of `taco_jax.compressed` adds, for a decoder of unrolled layers.
 
     python experiments/bench_dropin_compile.py --out experiments/results/dropin_compile
 

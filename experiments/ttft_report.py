@@ -1,4 +1,4 @@
-"""What bench_ttft.py leaves beside its numbers: tables of all links, and a picture."""
+"""Tables of all links, and a picture: the report that bench_ttft.py leaves beside its numbers."""
 
 from __future__ import annotations
 
