@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from taco_jax.config import ConfigError
 
 # Small enough for the mode of the activations' mean, whose curvature grows with the width of the MLP.
-STACK_LEARNING_RATE = 2e-5
+STACK_LEARNING_RATE = 1e-8
 TUNIX_LEARNING_RATE = 3e-5
 
 
