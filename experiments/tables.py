@@ -116,15 +116,19 @@ def drop_in(figures: Figures) -> Iterable[Row]:
     codecs = ("int8h", "int6h", "int4h")
     programs = {
         "maxtext": "MaxText 0.2.5, its trainer's own step",
+        "tunix": "google-tunix 0.1.7, its trainer's own step of a Qwen3",
         "stack": "MLP layers under `scan` and `jax.checkpoint`, plain `jax.jit`",
     }
     yield "program", "link", "exact ms", *(f"`{codec}`" for codec in codecs)
     for link, name in (("host", "host memory"), ("nvlink", "NVLink")):
         folder = f"dropin_2gpus_{link}"
         for program, words in programs.items():
-            of_link = codecs if link == "host" else ("int8h", "int4h")
+            of_link = codecs if link == "host" or program == "tunix" else ("int8h", "int4h")
             cells = [figures.times(folder, f"{program}.{c}.speedup") if c in of_link else "" for c in codecs]
             yield words, name, figures.number(folder, f"{program}.none.ms", 1), *cells
+    own = [figures.times("dropin_2gpus_host", f"own trainer.{codec}.speedup") for codec in codecs]
+    exact = figures.number("dropin_2gpus_host", "own trainer.none.ms", 1)
+    yield "for comparison: `taco_jax.train`, a Qwen2.5", "host memory", exact, *own
 
 
 def codec_kernels(figures: Figures) -> Iterable[Row]:
