@@ -153,17 +153,17 @@ def _open_folder(name: str, vocab_size: int, dtype: str) -> Source:
     lone = [p for p in files if p.suffix == ".idx" and not p.with_suffix(".bin").is_file()]
     if lone:
         raise DataError(f"{lone[0]}: the {lone[0].stem}.bin that it belongs to is missing beside it")
+    unfinished = [p.name for p in files if FILE_NAME.match(p.name)]
+    if unfinished:
+        raise DataError(
+            f"{name}: holds {unfinished[0]} and no {META}, so it was not prepared to its end; run its python -m "
+            f"taco_jax.prepare again, which goes on"
+        )
     tokens = [p for p in files if p.suffix in TOKEN_SUFFIXES]
     if not tokens:
         raise DataError(
             f"{name}: holds neither {META} nor token files (.bin, .npy); python -m taco_jax.prepare makes such a "
             f"folder of text"
-        )
-    unfinished = [p.name for p in tokens if FILE_NAME.fullmatch(p.name)]
-    if unfinished:
-        raise DataError(
-            f"{name}: holds {unfinished[0]} and no {META}, so it was not prepared to its end; run its python -m "
-            f"taco_jax.prepare again, which goes on"
         )
     words = {p: set(re.findall("[a-z]+", p.name.lower())) for p in tokens}
     train = [p for p in tokens if not words[p] & (VALIDATION_WORDS | TEST_WORDS)]

@@ -175,6 +175,8 @@ UNUSABLE = {
     "a folder of text": (lambda f: ((f / "a.txt").write_text("a"), f)[1], "holds neither meta.json nor token files"),
     "a folder, an .idx alone": (lambda f: (pair(f).unlink(), f)[1], "the a.bin that it belongs to is missing"),
     "a folder, a bad file": (lambda f: (pair(f), write.llmc(f / "b.bin", []), f)[2], "b.bin: the file is empty"),
+    "a folder in its first file": (lambda f: ((f / "train-00000.bin.part").write_bytes(b""), f)[1], "was not prepared "
+                                   "to its end; run its python -m taco_jax.prepare again"),
     "an unfinished folder": (lambda f: ((f / "train-00000.bin").write_bytes(b"\1\0"), f)[1], "holds train-00000.bin "
                              "and no meta.json, so it was not prepared to its end"),
 }  # fmt: skip
