@@ -37,6 +37,12 @@ def parse_sources(train: str | tuple[str, ...]) -> tuple[DataSource, ...]:
     return sources
 
 
+def check_validation(name: str | None) -> None:
+    """Raises ConfigError for a weight on `data.validation`, which is one source, read whole."""
+    if name is not None and (source := _parse(name, "data.validation")).weight is not None:
+        raise ConfigError(f"data.validation={name!r}: is one source, which has no weight; say {source.name}")
+
+
 def proportions(sources: tuple[DataSource, ...]) -> tuple[int, ...] | None:
     """Returns the weights as the smallest whole numbers in exactly their ratio; None where sources go by size."""
     if len(sources) == 1 or sources[0].weight is None:
@@ -47,7 +53,7 @@ def proportions(sources: tuple[DataSource, ...]) -> tuple[int, ...] | None:
     return tuple(number // math.gcd(*whole) for number in whole)
 
 
-def _parse(text: str) -> DataSource:
+def _parse(text: str, key: str = "data.train") -> DataSource:
     name, colon, weight = text.rpartition(":")
     if not colon or Path(text).exists():
         return DataSource(text)
@@ -56,11 +62,11 @@ def _parse(text: str) -> DataSource:
     except ValueError:
         if not Path(name).exists():
             return DataSource(text)
-        raise ConfigError(f"data.train={text!r}: the weight {weight!r} is no number; try {name}:0.5") from None
+        raise ConfigError(f"{key}={text!r}: the weight {weight!r} is no number; try {name}:0.5") from None
     if not name:
-        raise ConfigError(f"data.train={text!r}: has a weight and no source; say SOURCE:{weight}")
+        raise ConfigError(f"{key}={text!r}: has a weight and no source; say SOURCE:{weight}")
     if not 0 < number < math.inf:
-        raise ConfigError(f"data.train={text!r}: the weight must be above 0 and finite; try {name}:0.5")
+        raise ConfigError(f"{key}={text!r}: the weight must be above 0 and finite; try {name}:0.5")
     return DataSource(name, number)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
-from taco_jax.config.data_sources import DataSource, parse_sources
+from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
 from taco_jax.config.rules import Checked
 from taco_jax.config.schedule import SCHEDULES
 from taco_jax.errors import ConfigError, listed
@@ -202,6 +202,7 @@ class DataConfig(Checked):
 
     def check_fields(self) -> None:
         parse_sources(self.train)
+        check_validation(self.validation)
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1")
         self.at_least(1, "sequence_length")
         self.one_of("token_dtype", TOKEN_DTYPES)

@@ -80,12 +80,25 @@ def open_source(name: str, vocab_size: int, dtype: str = "auto") -> Source:
         return _open_folder(name, vocab_size, dtype)
     if path.suffix in TOKEN_SUFFIXES or megatron_prefix(path) is not None:
         return Source(name, open_token_file(path, vocab_size, dtype))
-    if not path.suffix and not path.exists():
-        raise DataError(f"data {name!r}: no such corpus; {did_you_mean(name, CORPORA)} (or a file's or folder's path)")
+    if not path.exists():
+        raise DataError(_no_such_source(path))
     raise DataError(
         f"{name}: unknown kind of data file; use .txt, .txt.xz (read as bytes), .bin, .npy, .idx (token ids), or a "
         f"folder of token files"
     )
+
+
+def _no_such_source(path: Path) -> str:
+    """Returns the error's line, with the nearest name of the path's folder, and of the corpora for a name alone."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path}: no such data file or folder; the folder {folder} does not exist"
+    present = [str(folder / p.name) for p in folder.iterdir() if not p.name.startswith(".")]
+    if path.suffix or len(path.parts) > 1:
+        nearest = did_you_mean(path, present, otherwise=f"the folder {folder} holds nothing of that name")
+        return f"{path}: no such data file or folder; {nearest}"
+    nearest = did_you_mean(path, [*CORPORA, *present], otherwise=f"known: {', '.join(CORPORA)}")
+    return f"data {str(path)!r}: no such corpus; {nearest} (or the path of a file or folder)"
 
 
 def prepared_folders(sources: tuple[DataSource, ...]) -> list[Prepared]:

@@ -66,6 +66,12 @@ def test_text_that_cannot_be(repository, monkeypatch, train, message):
     assert "\n" not in str(error.value)
 
 
+def test_validation_has_no_weight():
+    message = "data.validation='b:0.5': is one source, which has no weight; say b"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        DataConfig(validation="b:0.5")
+
+
 def test_flags_and_files_of_one_and_several(tmp_path):
     parse = lambda *flags: cli.parse(list(flags)).data.train
     assert parse() == "austen" and parse("--data.train", "mine") == parse("--data.train=mine") == "mine"
