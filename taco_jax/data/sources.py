@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from taco_jax.config import DataConfig
@@ -16,7 +15,7 @@ from taco_jax.config.data_sources import DataSource, proportions
 from taco_jax.data import tokens as raw
 from taco_jax.data.prepared import FILE_NAME, META, Prepared, is_prepared, open_prepared
 from taco_jax.data.stream import TokenStream
-from taco_jax.data.token_files import TOKEN_SUFFIXES, megatron_prefix, open_token_file
+from taco_jax.data.token_files import TOKEN_SUFFIXES, check_stream, megatron_prefix, open_token_file
 from taco_jax.data.tokens import CORPORA, DataError, check_ids, read_text
 from taco_jax.errors import did_you_mean
 
@@ -52,11 +51,15 @@ def open_data(config: DataConfig, vocab_size: int) -> tuple[Mixture, TokenStream
     none, its end is held out. Raises DataError.
     """
     named = config.sources
-    opened = [open_source(source.name, vocab_size, config.token_dtype) for source in named]
-    _check_tokenizers([source.prepared for source in opened if source.prepared is not None])
-    _check_different(opened)
+    checked = raw.CHECKED_ON_OPEN // len(named)
+    opened = [open_source(source.name, vocab_size, config.token_dtype, checked) for source in named]
+    chosen = None
     if config.validation is not None:
         chosen = open_source(config.validation, vocab_size, config.token_dtype)
+    read = [*opened, chosen] if chosen else opened
+    _check_tokenizers([source.prepared for source in read if source.prepared is not None])
+    _check_different(opened)
+    if chosen:
         validation = [chosen.tokens if chosen.validation is None else chosen.validation]
     else:
         opened = [_held_out(source, config.validation_fraction) for source in opened]
@@ -64,22 +67,23 @@ def open_data(config: DataConfig, vocab_size: int) -> tuple[Mixture, TokenStream
     return Mixture(tuple(opened), proportions(named)), TokenStream(validation)
 
 
-def open_source(name: str, vocab_size: int, dtype: str = "auto") -> Source:
+def open_source(name: str, vocab_size: int, dtype: str = "auto", checked: int | None = None) -> Source:
     """Returns the tokens that a name stands for. Raises DataError.
 
-    dtype: as `tokens.open_tokens` has it.
+    dtype, checked: as `token_files.open_token_file` has them.
     """
     path = Path(name)
+    checked = raw.CHECKED_ON_OPEN if checked is None else checked
     if name in CORPORA or name.endswith((".txt", ".txt.xz")):
         text = read_text(name)
         check_ids(text, vocab_size, name)
         return Source(name, TokenStream([text]))
     if path.is_dir():
         if is_prepared(path):
-            return _open_prepared(name, vocab_size)
-        return _open_folder(name, vocab_size, dtype)
+            return _open_prepared(name, vocab_size, checked)
+        return _open_folder(name, vocab_size, dtype, checked)
     if path.suffix in TOKEN_SUFFIXES or megatron_prefix(path) is not None:
-        return Source(name, open_token_file(path, vocab_size, dtype))
+        return Source(name, open_token_file(path, vocab_size, dtype, checked))
     if not path.exists():
         raise DataError(_no_such_source(path))
     raise DataError(
@@ -144,7 +148,7 @@ def _held_out(source: Source, fraction: float) -> Source:
     return dataclasses.replace(source, tokens=training, validation=end)
 
 
-def _open_prepared(name: str, vocab_size: int) -> Source:
+def _open_prepared(name: str, vocab_size: int, checked: int) -> Source:
     prepared = open_prepared(name)
     if prepared.vocab_size > vocab_size:
         raise DataError(
@@ -153,13 +157,13 @@ def _open_prepared(name: str, vocab_size: int) -> Source:
         )
     train, validation = prepared.stream("train"), prepared.stream("validation")
     for split, tokens in (("train", train), ("validation", validation)):
-        check_ids(tokens[: raw.CHECKED_ON_OPEN], vocab_size, f"{name} ({split})")
+        check_stream(tokens, vocab_size, f"{name} ({split})", checked)
     if not len(train):
         raise DataError(f"{name}: has no tokens to train on ({META})")
     return Source(name, train, validation if len(validation) else None, prepared)
 
 
-def _open_folder(name: str, vocab_size: int, dtype: str) -> Source:
+def _open_folder(name: str, vocab_size: int, dtype: str, checked: int) -> Source:
     """Opens a folder of token files. Those named val are its validation part, those named test are left out."""
     folder = Path(name)
     files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
@@ -180,9 +184,8 @@ def _open_folder(name: str, vocab_size: int, dtype: str) -> Source:
         )
     words = {p: set(re.findall("[a-z]+", p.name.lower())) for p in tokens}
     train = [p for p in tokens if not words[p] & (VALIDATION_WORDS | TEST_WORDS)]
-    checked = raw.CHECKED_ON_OPEN // len(tokens)
-    join: Callable[[list[Path]], TokenStream]
-    join = lambda paths: TokenStream([open_token_file(path, vocab_size, dtype, checked) for path in paths])
+    each = checked // len(tokens)
+    join = lambda paths: TokenStream([open_token_file(path, vocab_size, dtype, each) for path in paths])
     if not train:
         return Source(name, join(tokens))
     validation = [p for p in tokens if words[p] & VALIDATION_WORDS]

@@ -26,6 +26,8 @@ MEGATRON_HEADER = np.dtype(MEGATRON_FIELDS)
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float64", 7: "float32", 8: "<u2"}
 # Sequences whose places are looked at together, so that memory does not grow with the index.
 SEQUENCES_AT_ONCE = 1 << 20
+# Ids that are checked together, since those of several pieces are copied for it.
+IDS_AT_ONCE = 1 << 20
 # Bytes; places beyond it are damage, and would overflow.
 LARGEST_FILE = 1 << 60
 
@@ -70,8 +72,14 @@ def open_token_file(path: str | Path, vocab_size: int, dtype: str = "auto", chec
             stream = found
         else:
             return TokenStream([raw.open_tokens(path, vocab_size, dtype, checked)])
-    check_ids(stream[:checked], vocab_size, str(path))
+    check_stream(stream, vocab_size, str(path), checked)
     return stream
+
+
+def check_stream(stream: TokenStream, vocab_size: int, name: str, checked: int) -> None:
+    """Raises DataError if one of the first `checked` ids is outside [0, vocab_size)."""
+    for start in range(0, min(checked, len(stream)), IDS_AT_ONCE):
+        check_ids(stream[start : min(start + IDS_AT_ONCE, checked)], vocab_size, name, start)
 
 
 def _with(prefix: Path, suffix: str) -> Path:

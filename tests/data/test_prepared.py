@@ -73,6 +73,8 @@ def test_folders_of_two_tokenizers(tmp_path, changes, message):
         data.open_data(DataConfig(train=train), 256)
     with pytest.raises(data.DataError, match=message):
         data.prepared_folders(DataConfig(train=train).sources)
+    with pytest.raises(data.DataError, match=message):
+        data.open_data(DataConfig(train=train[0], validation=train[2]), 256)
     first, second = data.prepared_folders(DataConfig(train=(f"{train[0]}:1", f"{train[1]}:2")).sources)
     assert str(first.folder) == train[0] and str(second.folder) == train[1]
     assert data.prepared_folders(DataConfig().sources) == []
