@@ -40,10 +40,6 @@ LLMC_EVALUATION = 20240522
 NPY_MAGIC = b"\x93NUMPY"
 
 
-def is_token_file(path: Path) -> bool:
-    return path.suffix in TOKEN_SUFFIXES
-
-
 def megatron_prefix(name: str | Path) -> Path | None:
     """Returns the path without suffix of a Megatron pair that `name` means: its .bin, its .idx, or neither's suffix."""
     path = Path(name)
