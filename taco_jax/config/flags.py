@@ -33,6 +33,9 @@ DESCRIPTION = """Train a language model with compressed tensor parallelism.
 --compression none makes all messages exact, those of tensor, pipeline and data parallelism; --compression
 FORWARD:BACKWARD, or one name for both, sets the tensor-parallel codecs alone. Flags of single fields go before it."""
 
+TEXT_OR_LIST = ("data.train",)
+"""Flags that take several values, of which one alone is no list."""
+
 
 def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
     """Returns the config of a command line: defaults, then the file of `--config`, then the flags.
@@ -155,7 +158,8 @@ def _joined(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """
     flag_of = lambda arg: arg[2:].partition("=")[0].replace("_", "-") if re.match(r"--[A-Za-z]", arg) else None
     given = collections.Counter(map(flag_of, args))
-    several = {flag for flag, default in known.items() if isinstance(default, tuple | dict) and given[flag] > 1}
+    takes_several = lambda flag, default: isinstance(default, tuple | dict) or flag in TEXT_OR_LIST
+    several = {flag for flag, default in known.items() if takes_several(flag, default) and given[flag] > 1}
     lists: dict[str, list[str]] = {}
     out: list[list[str]] = [[]]
     taking = out[0]

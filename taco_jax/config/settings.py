@@ -13,6 +13,7 @@ from typing import Any
 
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
+from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
 from taco_jax.config.rules import Checked
 from taco_jax.config.schedule import SCHEDULES
 from taco_jax.errors import ConfigError, listed
@@ -176,12 +177,12 @@ class DataConfig(Checked):
 
     PREFIX = "data."
 
-    train: str = "austen"
-    """'austen' (the packaged corpus), a text file (.txt, .txt.xz: read as bytes) or a token file (.bin)."""
+    train: str | tuple[str, ...] = "austen"
+    """Source: austen, a text (.txt, .txt.xz) or token file (.bin, .npy, .idx), a folder; or several, a:0.7 b:0.3."""
     validation: str | None = None
-    """The same for validation; None holds out the end of the training data."""
+    """One source for validation; None: the sources' own validation parts, else the end of each is held out."""
     validation_fraction: float = 0.05
-    """Share of the training data that is held out when no validation file is named."""
+    """Share of a source that is held out where it has no validation part and data.validation is None."""
     sequence_length: int = 256
     """Tokens per sequence that the model predicts."""
     token_dtype: str = "auto"
@@ -189,7 +190,19 @@ class DataConfig(Checked):
     prefetch: int = 2
     """Batches that are read ahead while a step runs; 0 reads in the training thread."""
 
+    def __post_init__(self):
+        # JSON has lists. One source is its name, as configurations of one source always were.
+        if isinstance(self.train, list | tuple):
+            object.__setattr__(self, "train", self.train[0] if len(self.train) == 1 else tuple(self.train))
+        super().__post_init__()
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        return parse_sources(self.train)
+
     def check_fields(self) -> None:
+        parse_sources(self.train)
+        check_validation(self.validation)
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1")
         self.at_least(1, "sequence_length")
         self.one_of("token_dtype", TOKEN_DTYPES)

@@ -1,6 +1,6 @@
-"""Tokens of files.
+"""Tokens of files that hold nothing else.
 
-`.bin` files hold little-endian uint16 or uint32 ids without a header (nanoGPT's); they are mapped into memory. Of text
+`.bin` files without a header hold little-endian uint16 or uint32 ids (nanoGPT's); they are mapped into memory. Of text
 files every byte is one id below 256, so no tokenizer is needed.
 
 The packaged corpus "austen" is the text of Jane Austen's six novels (public domain), 3,997,869 bytes. Byte n-grams
@@ -21,16 +21,13 @@ from taco_jax.errors import did_you_mean
 CORPORA = {"austen": "quickstart_austen.txt.xz"}
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = {".u16.bin": "uint16", ".uint16.bin": "uint16", ".u32.bin": "uint32", ".uint32.bin": "uint32"}
-# First int32 of files written for llm.c and modded-nanogpt, which put 256 int32 before the tokens.
-HEADER_MAGIC = (20240520, 20240801, 20251013)
 # First bytes of files that hold more than ids -> what would make ids of them.
 FORMATS = {
-    b"\x93NUMPY": "a NumPy .npy file; np.load(...).tofile(...) writes its ids alone",
     b"PK\x03\x04": "a .npz or PyTorch archive; write one array's ids alone, with its tofile",
     b"\x1f\x8b\x08": "compressed by gzip; gunzip it",
     b"\xfd7zXZ\0": "compressed by xz; unxz it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unzstd it",
-    b"MMIDIDX": "the .idx beside a Megatron .bin; give the .bin",
+    b"MMIDIDX": "the index of a Megatron .bin; name it .idx, and give the .bin beside it",
 }
 # Ids that are looked at for their width.
 WIDTH_SAMPLE, LEAST_SAMPLE = 1 << 16, 64
@@ -42,12 +39,12 @@ class DataError(ConfigError):
     """A data file that cannot be used. Its message is one line that names the file. Exit code 2."""
 
 
-def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.ndarray:
-    """The ids of a `.bin` file as a read-only memory map, uint16[n] or uint32[n].
+def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto", checked: int | None = None) -> np.ndarray:
+    """Returns the ids of a `.bin` file without a header as a read-only memory map, uint16[n] or uint32[n].
 
     `dtype` "auto" takes what the suffix says (.u16.bin, .u32.bin), else uint16 where `vocab_size` <= 65536, else
     uint32. Raises DataError for a file that is missing, empty, not a whole number of ids, written as wider integers or
-    in another format, or that holds an id >= `vocab_size`.
+    in another format, or that holds an id >= `vocab_size` among the first `checked` ids (None: CHECKED_ON_OPEN).
     """
     path = Path(path)
     require_file(path)
@@ -60,10 +57,6 @@ def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.nd
             f"{path}: corrupt or not {name}: {size} bytes are not a whole number of {item}-byte token ids; "
             f"check data.token_dtype"
         )
-    if size >= 1024 and int(np.fromfile(path, dtype="<i4", count=1)[0]) in HEADER_MAGIC:
-        raise DataError(
-            f"{path}: starts with the 1,024-byte header of llm.c; write the token ids alone, as nanoGPT does"
-        )
     with path.open("rb") as file:
         start = file.read(8)
     for magic, what in FORMATS.items():
@@ -71,14 +64,15 @@ def open_tokens(path: str | Path, vocab_size: int, dtype: str = "auto") -> np.nd
             raise DataError(f"{path}: holds more than token ids: it is {what}")
     tokens = np.memmap(path, dtype=DTYPES[name], mode="r")
     _check_width(tokens, path)
-    check_ids(tokens[:CHECKED_ON_OPEN], vocab_size, str(path))
+    check_ids(tokens[: CHECKED_ON_OPEN if checked is None else checked], vocab_size, str(path))
     return tokens
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, name: str, offset: int = 0) -> None:
     """Raises DataError if an id is outside [0, vocab_size); `offset` is the place of tokens[0] in the file."""
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        place = int(np.argmax(tokens >= vocab_size))
+    signed = tokens.dtype.kind == "i"
+    if tokens.size and (int(tokens.max()) >= vocab_size or (signed and tokens.min() < 0)):
+        place = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
         raise DataError(
             f"{name}: token id {int(tokens[place])} at position {offset + place} is outside the vocabulary; "
             f"ids must be below model.vocab_size={vocab_size} (is data.token_dtype right?)"
@@ -112,7 +106,7 @@ def require_file(path: Path) -> None:
     if path.is_file():
         return
     if path.is_dir():
-        raise DataError(f"{path}: is a folder, not a data file")
+        raise DataError(f"{path}: is a folder, and a file of that name is needed")
     folder = path.parent
     known = sorted(str(folder / p.name) for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
     hint = (

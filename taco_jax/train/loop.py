@@ -193,7 +193,7 @@ class Run:
             schedule = self.program.schedule_of_stages
             say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
         say(
-            f"{config.data.train}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
+            f"{self.batches.describe()}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
             f"{tokens:,} tokens a step; workdir {config.workdir}"
         )
         if config.data.sequence_length > config.model.max_length:

@@ -26,8 +26,13 @@ def test_packaged_corpus():
     text = data.read_text("austen")
     assert text.dtype == np.uint8 and len(text) == 3_997_869
     assert bytes(text[:14]) == b"By Jane Austen"
-    train, validation = data.open_data(DataConfig(), 256)
-    assert len(train) + len(validation) == len(text) and abs(len(validation) / len(text) - 0.05) < 1e-6
+    training, validation = data.open_data(DataConfig(), 256)
+    train = training.sources[0].tokens
+    assert (
+        len(training) == len(train)
+        and len(train) + len(validation) == len(text)
+        and abs(len(validation) / len(text) - 0.05) < 1e-6
+    )
     assert np.array_equal(validation, text[len(train) :])
 
 
@@ -35,8 +40,8 @@ def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_bytes("Zürich".encode())
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress("Zürich".encode()))
     for name in ("a.txt", "a.txt.xz"):
-        train, validation = data.open_data(DataConfig(train=str(tmp_path / name), validation="austen"), 256)
-        assert bytes(train) == "Zürich".encode() and len(validation) == 3_997_869
+        training, validation = data.open_data(DataConfig(train=str(tmp_path / name), validation="austen"), 256)
+        assert bytes(training.sources[0].tokens[:]) == "Zürich".encode() and len(validation) == 3_997_869
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,6 @@ def test_token_files_are_mapped(tmp_path, name, vocab, option, dtype):
         ("odd.u32.bin", b"\x01\x00\x02\x00\x01\x00", "corrupt or not uint32"),
         ("broken.txt.xz", b"not xz at all", "corrupt xz file"),
         ("cut.txt.xz", lzma.compress(bytes(range(256)) * 99)[:-40], "corrupt xz file"),
-        ("header.bin", np.array([20240520] + [0] * 300, "<i4").tobytes(), "header of llm.c"),
         ("range.bin", np.array([1, 256, 7], "<u2").tobytes(), "token id 256 at position 1 is outside the vocabulary; "
          "ids must be below model.vocab_size=256"),
         ("uint32.bin", np.arange(1, 200, dtype="<u4").tobytes(), "its ids are 32 bits wide; read as uint16, every "
@@ -78,9 +82,9 @@ def test_token_files_are_mapped(tmp_path, name, vocab, option, dtype):
         ("large.bin", np.arange(1 << 16, (1 << 16) + 999, dtype="<u4").tobytes(), "set data.token_dtype=uint32"),
         ("int64.bin", np.arange(200, dtype="<i8").tobytes(), "its ids are 64 bits wide; read as uint16, every"),
         ("int64.u32.bin", np.arange(200, dtype="<i8").tobytes(), "its ids are 64 bits wide; read as uint32, every"),
-        ("npy.bin", b"\x93NUMPY\x01\0" + bytes(120), "it is a NumPy .npy file; np.load(...).tofile(...) writes its"),
         ("npz.bin", b"PK\x03\x04" + bytes(124), "it is a .npz or PyTorch archive"),
-        ("a.parquet", b"x", "unknown kind of data file; use .txt, .txt.xz (read as bytes) or .bin (token ids)"),
+        ("a.parquet", b"x", "unknown kind of data file; use .txt, .txt.xz (read as bytes), .bin, .npy, .idx (token "
+         "ids), or a folder of token files"),
         ("austin", None, "no such corpus; did you mean 'austen'?"),
     ],
 )  # fmt: skip
@@ -160,7 +164,8 @@ def test_position_is_a_sample_count(batch):
     first = make_batches(tokens, batch=4)
     next(first), next(first)
     state = first.state()
-    assert state == {"samples": 8, "seed": 0, "windows": 10}
+    own = {"name": "tokens", "windows": 10, "proportion": None, "digest": state["sources"][0]["digest"]}
+    assert state == {"samples": 8, "seed": 0, "windows": 10, "sources": [own]}
     second = make_batches(tokens, batch=batch)
     second.restore(state)
     assert [*next(second)[:, 0], *next(second)[:, 0]] == expected[8:]

@@ -6,7 +6,7 @@ from unittest import mock
 
 from helpers import REPOSITORY
 
-from taco_jax.config import CheckpointConfig, EvalConfig, MetricsConfig, TrainConfig, cli
+from taco_jax.config import CheckpointConfig, DataConfig, EvalConfig, MetricsConfig, TrainConfig, cli
 from taco_jax.train import step
 
 # The quickstart's own file, cut down, with codecs on two axes. Tests that need any compiled step take this one.
@@ -20,7 +20,8 @@ FLAGS = [
 ]  # fmt: skip
 CONFIG = cli.parse(["--config", str(FILE), *FLAGS])
 
-# They say where a run begins and ends, what it writes and how often it validates.
+# They say where a run begins and ends, what it writes and how often it validates. So does what its data are, but for
+# the length of a sequence.
 OF_THE_RUN = {
     "workdir": "", "seed": 0, "stop_after": None, "checkpoint": CheckpointConfig(), "metrics": MetricsConfig(),
     "evaluation": EvalConfig(),
@@ -36,7 +37,8 @@ def shared_programs():
     made, build = {}, step.build
 
     def shared(config: TrainConfig, mesh) -> step.Program:
-        key = repr(dataclasses.replace(config, **OF_THE_RUN)), mesh
+        data = DataConfig(sequence_length=config.data.sequence_length)
+        key = repr(dataclasses.replace(config, **OF_THE_RUN, data=data)), mesh
         if key not in made:
             made[key] = build(config, mesh)
         return made[key]

@@ -14,9 +14,11 @@ import time
 import jax
 import numpy as np
 import pytest
+import token_writers
 from helpers import REPOSITORY, run_python
 from programs import CONFIG, FILE, FLAGS, shared_programs
 
+from taco_jax import data
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -153,6 +155,38 @@ def test_resumed_on_another_mesh_and_batch(whole, three, tmp_path):
     records = read_records(resumed / "metrics.jsonl")
     assert [r["samples"] for r in records] == [8, 16, 24, 28, 32]
     assert losses(resumed)[4] == pytest.approx(losses(whole)[4], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"mesh": MeshConfig(dp=1, tp=2), "global_batch": 4}, marks=pytest.mark.slow)]
+)
+def test_several_sources_go_on_exactly(tmp_path, monkeypatch, changes):
+    """Every window that is trained on: those of the same order taken one by one, before and after the stop."""
+    text = np.frombuffer(data.read_text("austen"), np.uint8)
+    token_writers.prepared(tmp_path / "mine", [text[:4000], text[4000:5000]], [text[-500:]], end=10)
+    token_writers.megatron(tmp_path / "other", np.split(text[6000:9000], 30), "uint16")
+    named = lambda *weights: DataConfig(
+        train=tuple(f"{tmp_path / name}:{weight}" for name, weight in zip(("mine", "other"), weights, strict=True)),
+        sequence_length=32,
+    )
+    run = {"data": named(0.7, 0.3), "stop_after": 3}
+    fed, place = [], data.device_batch
+
+    def device_batch(batch, sharding):
+        if "weights" not in batch:
+            fed.extend(batch["tokens"])
+        return place(batch, sharding)
+
+    monkeypatch.setattr(data, "device_batch", device_batch)
+    train(make_config(tmp_path / "run", **run))
+    with pytest.raises(ConfigError, match="the weights of .*mine, .*other are 1:1, the checkpoint's were 7:3"):
+        train(make_config(tmp_path / "run", **run | {"data": named(0.5, 0.5)}))
+    train(make_config(tmp_path / "run", **run | changes | {"stop_after": 6}))
+    one = make_config(tmp_path / "run", data=named(7, 3), global_batch=1, mesh=MeshConfig())
+    order = data.batches(one, data.open_data(one.data, 256)[0])
+    assert len(fed) == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["samples"] >= 36
+    for number, window in enumerate(fed):
+        assert np.array_equal(window, next(order)[0]), number
 
 
 def test_finished_run_is_left_alone(whole, capsys):
