@@ -89,7 +89,7 @@ def _open(config: TrainConfig) -> list[str]:
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        changed = _changed(_read(path), now)
+        changed = _changed(read_config(path), now)
         model = [text for key, text in changed.items() if key.startswith("model.")]
         if model:
             raise ConfigError(
@@ -107,7 +107,8 @@ def _open(config: TrainConfig) -> list[str]:
     return []
 
 
-def _read(path: Path) -> dict:
+def read_config(path: Path) -> dict:
+    """The settings in a run's config.json, as nested dicts. Raises ConfigError for a file that holds none."""
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
