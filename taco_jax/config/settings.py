@@ -339,7 +339,7 @@ class TrainConfig(Checked):
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
     init_from: str | None = None
-    """Start from weights: a Hugging Face folder, a .gguf file or a run, runs/x[@STEP]; the model's shape comes along."""
+    """Start from weights: a Hugging Face folder, a .gguf file or a run (runs/x[@STEP]), with its model's shape."""
     init_optimizer: bool = False
     """With a run as init_from, take its optimiser's moments too; the learning-rate schedule starts anew in any case."""
     workdir: str = "runs/train"
