@@ -272,12 +272,12 @@ class Checkpoints:
                 remarks.append("the ranks' copy of the parameters starts from the master weights")
         return dataclasses.replace(shapes, **restored), run, remarks
 
-    def read(self, step: int, targets: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    def read_fields(self, step: int, targets: dict[str, Any], vocab_size: int, remedy: str) -> dict[str, Any]:
         """Some fields of the state of checkpoint `step` alone, for a run that starts from it.
 
         Args:
           targets: {field: its ShapeDtypeStructs with shardings}.
-          vocab_size: as of `restore`.
+          vocab_size: as of `restore`. remedy: what would help where they do not fit, the end of a sentence.
 
         Raises:
           CheckpointError: a field is stored in another tree or of other sizes, or is not as it was saved.
@@ -286,7 +286,7 @@ class Checkpoints:
         run = self._record(step)
         self._check_complete(step, run, meta)
         stored = {name: self._readable(step, lambda: _tree(meta, "state"))[name] for name in targets}
-        self._check_shapes(step, targets, stored, vocab_size, "what is taken over must be of the same model")
+        self._check_shapes(step, targets, stored, vocab_size, remedy)
         place = lambda a: self._ocp.ArrayRestoreArgs(
             restore_type=jax.Array, dtype=a.dtype, sharding=a.sharding, global_shape=a.shape, strict=False
         )
@@ -367,15 +367,13 @@ class Checkpoints:
         return f"go on from the one before with {self._way.format(earlier[-1])}" if earlier else "no other is before it"
 
     def _check_shapes(
-        self, step: int, targets: Any, meta: Any, vocab_size: int, way: str = "use the same model or another --workdir"
+        self, step: int, targets: Any, meta: Any, vocab_size: int, remedy: str = "use another --workdir"
     ) -> None:
         want, have = _described(targets), _described(getattr(meta, "tree", meta))
         where = f"checkpoint {self.folder / str(step)}"
         if want.keys() != have.keys():
             odd = sorted(want.keys() ^ have.keys())[:3]
-            raise CheckpointError(
-                f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); use another --workdir"
-            )
+            raise CheckpointError(f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); {remedy}")
         for name, (shape, dtype) in want.items():
             stored, stored_dtype = have[name]
             padded = len(stored) == len(shape) and all(
@@ -383,7 +381,8 @@ class Checkpoints:
             )
             if not padded or dtype != stored_dtype:
                 raise CheckpointError(
-                    f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs {dtype}{list(shape)}; {way}"
+                    f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
+                    f"{dtype}{list(shape)}; use the same model or {remedy.removeprefix('use ')}"
                 )
 
 

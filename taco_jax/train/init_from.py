@@ -238,7 +238,8 @@ def _read_run(source: Source, targets: dict[str, Any], vocab_size: int) -> dict[
     with Checkpoints(source.path / CHECKPOINTS, settings, way) as checkpoints:
         if source.step not in checkpoints.steps():
             raise ConfigError(f"init_from={source.given}: the checkpoint of step {source.step} is not complete")
-        return checkpoints.read(source.step, targets, vocab_size)
+        remedy = "use the same optimizer, or leave init_optimizer out" if "opt_state" in targets else "use another run"
+        return checkpoints.read_fields(source.step, targets, vocab_size, remedy)
 
 
 def _with_new_schedule(opt_state: Any) -> Any:
@@ -266,5 +267,6 @@ def _said_by(config: TrainConfig, action: Any) -> Any:
         return action()
     except ConfigError as error:
         text = str(error)
-        more = "" if Path(config.init_from).expanduser().exists() else "; of a run its workdir: runs/x or runs/x@STEP"
+        there = Path(config.init_from).expanduser().exists() or "runs/x" in text
+        more = "" if there else "; of a run its workdir, as runs/x or runs/x@STEP"
         raise ConfigError(text.replace("--model ", "--init-from ") + more) from None
