@@ -87,14 +87,14 @@ def check_vocabulary(config: TrainConfig) -> None:
 def _keep_source(config: TrainConfig, start: Start) -> list[str]:
     folder, remarks = Path(config.workdir) / MODEL, []
     try:
-        before = json.loads((folder / SOURCE).read_text())
-    except (OSError, ValueError):
+        before = dict(json.loads((folder / SOURCE).read_text()))
+    except (OSError, ValueError, TypeError):
         before = None
     if before is not None and before.get("digests") == start.origin["digests"]:
         return []
     if folder.exists():
         remarks = [
-            f"this workdir was first started from {before['from'] if before else 'data alone'}; its weights are not "
+            f"this workdir was first started from {(before or {}).get('from')}; its weights are not "
             f"those of init_from={config.init_from}; what came with them is kept in {set_aside(folder)}"
         ]
     source = start.source

@@ -92,8 +92,10 @@ def _open(config: TrainConfig) -> list[str]:
         changed = _changed(read_config(path), now)
         model = [text for key, text in changed.items() if key.startswith("model.")]
         if model:
+            source = read_config(path).get("init_from")
+            again = f" (--init-from {source} again)" if source is not None and config.init_from is None else ""
             raise ConfigError(
-                f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model or "
+                f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model{again} or "
                 f"another --workdir"
             )
         return [text for key, text in changed.items() if not key.startswith(_UNREMARKABLE)]

@@ -13,10 +13,11 @@ from model_folders import CONFIG, EMBED, SINGLE, UP, arrays, write
 from programs import shared_programs
 
 from taco_jax import data
-from taco_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig, cli, with_compression
+from taco_jax.config import ConfigError, DataConfig, EvalConfig, ModelConfig, TrainConfig, cli, with_compression
 from taco_jax.config.checks import check
 from taco_jax.data.tokens import DataError
 from taco_jax.train import init_from, model_files
+from taco_jax.train.checkpoint import Checkpoints
 from taco_jax.train.loop import main, train
 from taco_jax.train.step import build
 
@@ -190,6 +191,11 @@ def test_a_run_that_goes_on_needs_no_source(run, tokens, tmp_path, capsys):
     train(settings(run[2], tokens, folder, flags))
     assert f"first run: init_from {source} -> {run[2]}" in capsys.readouterr().out
     wider = {EMBED: np.zeros((VOCAB, 8), np.float32)}
+    config = dataclasses.replace(
+        settings(source, tokens, folder, flags), init_from=None, model=ModelConfig(vocab_size=VOCAB)
+    )
+    with pytest.raises(ConfigError, match=f"use the same model .--init-from {source} again. or another"):
+        train(config)
     other = write(tmp_path / "other", CONFIG | {"vocab_size": VOCAB}, {SINGLE: arrays() | wider})
     with pytest.raises(ConfigError, match="holds another model .model.d_model 48 -> 8"):
         train(settings(other, tokens, folder, flags))
@@ -215,6 +221,14 @@ def test_another_run_on_another_mesh_has_its_bits(run, tokens, optimizer):
     for name, leaf in moments[0].items():
         np.testing.assert_array_equal(real(leaf), real(moments[1][name]) if optimizer else np.zeros_like(real(leaf)))
     assert begun.origin["step"] == 1 and begun.origin["optimizer"] == optimizer
+
+
+def test_a_damaged_checkpoint_starts_nothing(run, tokens, monkeypatch):
+    monkeypatch.setattr("taco_jax.train.checkpoint.take_damaged", lambda *_: ["state.params.embed.table"])
+    monkeypatch.setattr(Checkpoints, "steps", lambda self: [0, 1])
+    before = f"go on from the one before with --init-from {run[0]}@0"
+    with pytest.raises(ConfigError, match=f"1: is damaged: not as saved are state.params.embed.table; {before}"):
+        start(settings(run[0], tokens))
 
 
 def test_a_second_phase_keeps_the_first_ones_tokenizer(run, tokens, tmp_path):
