@@ -4,8 +4,9 @@
     source_config.json                             config.json of a Hugging Face source, as it was
     source.json                                    where the weights are from: path, step, a digest of every parameter
 
-They are those of `init_from`, else of the first prepared folder of `data.train`. The folder appears whole, before the
-first step, and is never changed: another source's takes its place only while there is no checkpoint.
+They are those of `init_from`; where it has no tokenizer, or is None, of the first prepared folder of `data.train`. The
+folder appears whole, before the first step, and is never changed: another source's takes its place only while there is
+no checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MODEL, SOURCE, SOURCE_CONFIG = "model", "source.json", "source_config.json"
 TOKENIZER = "tokenizer.json"
+PREPARED = "taco_jax tokens"  # the format that a prepared folder's meta.json names
 FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "generation_config.json", "chat_template.jinja",
@@ -69,7 +71,7 @@ def prepared(train: Any) -> dict[Path, dict[str, Any]]:
             meta = json.loads((folder / "meta.json").read_text())
         except (OSError, ValueError):  # of another kind; who reads the data says what is wrong with it
             continue
-        if isinstance(meta, dict) and "tokens" in str(meta.get("format")):
+        if isinstance(meta, dict) and meta.get("format") == PREPARED:
             found[folder] = meta
     return found
 
@@ -108,7 +110,13 @@ def _keep_source(config: TrainConfig, start: Start) -> list[str]:
             _copy(source.path, to)
             shutil.copyfile(source.path / "config.json", to / SOURCE_CONFIG)
 
-    _write(config.workdir, fill, start.origin)
+    def fill_up(to: Path) -> None:
+        fill(to)
+        if not (to / TOKENIZER).exists():  # of weights alone: the data's is the only one that there is
+            for folder in list(prepared(config.data.train))[:1]:
+                _copy(folder, to)
+
+    _write(config.workdir, fill_up, start.origin)
     return remarks
 
 

@@ -1,13 +1,14 @@
 """Runs that start from weights: a Hugging Face folder, a GGUF file, another run. transformers says what they reach."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from checkpoints import VOCAB, reference_logits, save
+from checkpoints import VOCAB, reference_logits, save, write_tokenizer
 from helpers import make_mesh
 from model_folders import CONFIG, EMBED, SINGLE, UP, arrays, write
 from programs import shared_programs
@@ -243,7 +244,10 @@ def test_other_weights_before_the_first_checkpoint_are_remarked(run, tokens, tmp
     source = init_from.open_source(config := settings(run[2], tokens, tmp_path))
     begin = lambda digest: init_from.Start(source, {"from": str(run[2]), "digests": {"a": digest}})
     assert model_files.keep(config, begin(1)) == [] == model_files.keep(config, begin(1))
+    (tmp_path / ".model.1").mkdir()
+    (tmp_path / ".model.1" / "half").touch()  # of a process that was killed
     (remark,) = model_files.keep(config, begin(2))
+    assert not (tmp_path / ".model.1").exists()
     assert f"was first started from {run[2]}; its weights are not those of init_from={run[2]}" in remark
     assert json.loads((tmp_path / "model" / "source.json").read_text())["digests"] == {"a": 2}
     assert json.loads((tmp_path / "model.aside-1" / "source.json").read_text())["digests"] == {"a": 1}
@@ -271,11 +275,12 @@ def test_a_gguf_file_starts_a_run(tokens, tmp_path):
     assert generation == {"eos_token_id": [VOCAB - 1]}
 
 
-def prepared(folder, size, digest="0"):
+def prepared(folder, size, tokenizer="{}"):
     folder.mkdir()
+    digest = hashlib.sha256(tokenizer.encode()).hexdigest()
     meta = {"format": "taco_jax tokens", "version": 1, "vocab_size": size}
     (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": {"file": "tokenizer.json", "sha256": digest}}))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(tokenizer)
     return folder
 
 
@@ -287,13 +292,17 @@ def test_prepared_data(tmp_path):
     assert model_files.keep(config, None) == [] == model_files.keep(config, None)
     assert (run / "model" / "tokenizer.json").read_text() == "{}"
     assert model_files.prepared((f"{folder}:0.7", "austen", "missing:1")).keys() == {folder}
-    config = dataclasses.replace(config, init_from=str(write(tmp_path / "model")), workdir=str(tmp_path / "other"))
-    begun = init_from.Start(init_from.open_source(init_from.with_model(config)), {"digests": {}, "from": "x"})
-    (tmp_path / "other").mkdir()
-    assert model_files.keep(config, begun) == []  # the source has no tokenizer to compare with
-    shutil.copy(folder / "tokenizer.json", tmp_path / "other" / "model")
-    (remark,) = model_files._remarks_on_data(config)
-    assert "mine was made with another tokenizer.json than that of init_from=" in remark
+
+    source, run = write(tmp_path / "model"), tmp_path / "other"
+    run.mkdir()
+    config = dataclasses.replace(config, init_from=str(source), workdir=str(run))
+    begin = lambda digest: init_from.Start(init_from.open_source(config), {"digests": {"a": digest}, "from": "x"})
+    assert model_files.keep(config, begin(1)) == []  # the source has no tokenizer
+    assert (run / "model" / "tokenizer.json").read_text() == "{}" and (run / "model" / "source_config.json").exists()
+    write_tokenizer(source)
+    _, remark = model_files.keep(config, begin(2))
+    assert remark == f"{folder} was made with another tokenizer.json than that of init_from={source}"
+
     config = dataclasses.replace(config, data=DataConfig(train=str(prepared(tmp_path / "large", 25))))
     with pytest.raises(DataError, match="large: its tokenizer has 25 ids, the model of init_from=.* 24; prepare the"):
         init_from.with_model(config)
