@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import VOCAB, reference_logits, save, write_tokenizer
-from helpers import make_mesh
+from helpers import make_mesh, run_python
 from model_folders import CONFIG, EMBED, SINGLE, UP, arrays, write
 from programs import shared_programs
 
@@ -316,6 +316,15 @@ def test_a_dry_run_reads_no_weights(tmp_path, monkeypatch, capsys):
     source = write(tmp_path / "model")
     assert cli.run(main, ["--init-from", str(source), "--dry-run", "--workdir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out == "width 8\n" and not (tmp_path / "run").exists()
+
+
+def test_the_models_shape_starts_no_backend(tmp_path):
+    """The command looks it up before it says what devices there are, and as the parent of several processes."""
+    config = f"TrainConfig(init_from={str(write(tmp_path / 'model'))!r})"
+    imports = "import jax; from taco_jax.config import TrainConfig; from taco_jax.train import init_from"
+    code = f"{imports}; assert init_from.with_model({config}).model.d_model == 8"
+    run_python(f"{code}; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3", devices=None,
+               env={"JAX_PLATFORMS": "cpu"}, cwd=tmp_path)  # fmt: skip
 
 
 def bfloat16(tensors):
