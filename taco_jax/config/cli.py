@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from taco_jax.config.device_selection import devices, select_devices
-from taco_jax.config.flags import load, parse, parse_flags
+from taco_jax.config.flags import given, load, parse, parse_flags
 from taco_jax.errors import ConfigError, error_line
 
-__all__ = ["OutputError", "Parser", "devices", "load", "parse", "parse_flags", "run", "say", "select_devices"]
+__all__ = ["OutputError", "Parser", "devices", "given", "load", "parse", "parse_flags", "run", "say", "select_devices"]
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -52,6 +52,14 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
     return parse_flags(default, rest, prog=prog, description=DESCRIPTION, more=more)
 
 
+def given(args: Sequence[str]) -> frozenset[str]:
+    """The dotted keys of the fields that a command line's flags name."""
+    names = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if re.match(r"--[A-Za-z]", arg))
+    return frozenset(
+        f"{group}{dot}{last.removeprefix('no_')}" for group, dot, last in (n.rpartition(".") for n in names)
+    )
+
+
 def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: str, more: Set[str] = frozenset()) -> Any:
     """Returns a copy of a config dataclass with the fields replaced that the flags name. Errors as in `parse`.
 

@@ -351,6 +351,10 @@ class TrainConfig(Checked):
     """Stop and save at this step, with the schedule unchanged."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
+    init_from: str | None = None
+    """Start from weights: a Hugging Face folder, a .gguf file or a run (runs/x[@STEP]), with its model's shape."""
+    init_optimizer: bool = False
+    """With a run as init_from, take its optimiser's moments too; the learning-rate schedule starts anew in any case."""
     workdir: str = "runs/train"
     """Folder for config.json, metrics.jsonl, loss.png and checkpoints; an existing one is resumed."""
     devices: str | None = None
@@ -393,6 +397,8 @@ class TrainConfig(Checked):
         self.one_of("attention_implementation", ATTENTION)
         self.one_of("distributed", DISTRIBUTED)
         self.above_0("gpu_memory_gb")
+        rule = "takes the optimiser of the run that init_from names; set init_from=runs/x, or leave it out"
+        self.require(not self.init_optimizer or self.init_from is not None, "init_optimizer", rule)
 
 
 def divisors(n: int) -> list[int]:

@@ -108,24 +108,68 @@ def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any
         raise ConfigError(f"tp={tp}: {error}") from None
     if isinstance(checkpoint.tensors, InMemory):
         return checkpoint.tensors.place(config, mesh, dtype)
-    try:
-        names = huggingface.match_names(checkpoint.tensors.names(), config)
-    except ValueError as error:
-        raise ConfigError(f"{checkpoint.path}: {error}") from None
+    names = _names(checkpoint)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), tp))
-    sources = huggingface.sources(config)
 
     def load(path, leaf, spec):
-        at = "/".join(entry.key for entry in path)
-        vectors = len(leaf.shape) - sources[at].stacked == 1
-        reader = _Reader(checkpoint.tensors, names, sources[at], leaf.shape, _real_shape(at, leaf.shape, config))
+        reader = _reader(checkpoint, names, path, leaf.shape)
         reader.check()
-        target = np.dtype(jnp.float32 if vectors else dtype)
+        target = np.dtype(jnp.float32 if reader.is_vector else dtype)
         return jax.make_array_from_callback(
             leaf.shape, NamedSharding(mesh, spec), lambda index: reader.read(index, target), dtype=target
         )
 
     return jax.tree_util.tree_map_with_path(load, shapes, param_specs(config, tp))
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for the first tensor that `read_params` could not use. Reads no weights."""
+    config = checkpoint.config
+    names = _names(checkpoint)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    check = lambda path, leaf: _reader(checkpoint, names, path, leaf.shape).check()
+    jax.tree_util.tree_map_with_path(check, shapes)
+    checkpoint.tensors.check_types()
+
+
+def read_params(checkpoint: Checkpoint, targets: Any) -> dict[str, Any]:
+    """The decoder's parameters as `targets` describes them: their tree of ShapeDtypeStructs with shardings.
+
+    Every process reads what its devices hold, each part once however many of them hold it. Tables may be padded for any
+    number of ranks. Raises ConfigError as `load_params`.
+    """
+    names = _names(checkpoint)
+
+    def read(path, target):
+        reader = _reader(checkpoint, names, path, target.shape)
+        reader.check()
+        parts: dict[tuple, tuple[tuple[slice, ...], list]] = {}
+        for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+            bounds = tuple(s.indices(size)[:2] for s, size in zip(index, target.shape))
+            parts.setdefault(bounds, (index, []))[1].append(device)
+        arrays = []
+        for index, devices in parts.values():
+            part = reader.read(index, target.dtype)
+            # Not the host's memory itself: a training step gives its state's buffers away.
+            arrays += [jax.device_put(part, device, may_alias=False) for device in devices]
+        return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays, dtype=target.dtype)
+
+    return jax.tree_util.tree_map_with_path(read, targets)
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, str]:
+    """{name as in `Source`: the file's}. Raises ConfigError for tensors that are missing or left over."""
+    try:
+        return huggingface.match_names(checkpoint.tensors.names(), checkpoint.config)
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint.path}: {error}") from None
+
+
+def _reader(checkpoint: Checkpoint, names: Mapping[str, str], path: Any, shape: tuple[int, ...]) -> _Reader:
+    """The reader of the leaf at `path` of the parameters' tree, of a padded shape."""
+    at = "/".join(entry.key for entry in path)
+    source = huggingface.sources(checkpoint.config)[at]
+    return _Reader(checkpoint.tensors, names, source, shape, _real_shape(at, shape, checkpoint.config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +181,10 @@ class _Reader:
     source: Source
     shape: tuple[int, ...]
     real: tuple[int, ...]
+
+    @property
+    def is_vector(self) -> bool:
+        return len(self.shape) - self.source.stacked == 1
 
     def check(self) -> None:
         """Raises ConfigError for a tensor whose shape is not what the config says."""

@@ -46,6 +46,9 @@ class Tensors(Protocol):
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns that part of a tensor, in the type of the file. Raises ConfigError, naming the file."""
 
+    def check_types(self) -> None:
+        """Raises ConfigError for the first tensor of a type that `read` refuses, as far as headers tell."""
+
 
 def check_sizes(config: ModelConfig, tensors: Tensors, where: Path) -> None:
     """Raises ConfigError for sizes that the files cannot hold, before anything of those sizes is made."""
@@ -106,13 +109,21 @@ class SafetensorsFolder:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._floats(name)[index]
+
+    def check_types(self) -> None:
+        for name in self.names():
+            if not name.endswith(BUFFERS):
+                self._floats(name)
+
+    def _floats(self, name: str) -> Any:
         view = self._slice(name)
         if view.get_dtype() not in DTYPES:
             raise ConfigError(
                 f"{self.where(name)}: the tensor {name!r} is of type {view.get_dtype()}; must be one of "
                 f"{', '.join(DTYPES)} (quantised checkpoints are read as GGUF files only)"
             )
-        return view[index]
+        return view
 
     def _slice(self, name: str) -> Any:
         try:

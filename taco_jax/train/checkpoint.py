@@ -62,11 +62,14 @@ class Kept:
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
+    """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way.
 
-    def __init__(self, folder: str | Path, config: CheckpointConfig):
+    way: how another step is asked for, in messages, "{}" in the place of its number.
+    """
+
+    def __init__(self, folder: str | Path, config: CheckpointConfig, way: str = "--checkpoint.resume-step {}"):
         self.folder = Path(folder).absolute()
-        self._config = config
+        self._config, self._way = config, way
         self._failed, self._written, self._hook = False, None, None
         self._manager = self._open()
 
@@ -269,6 +272,31 @@ class Checkpoints:
                 remarks.append("the ranks' copy of the parameters starts from the master weights")
         return dataclasses.replace(shapes, **restored), run, remarks
 
+    def read_fields(self, step: int, targets: dict[str, Any], vocab_size: int, remedy: str) -> dict[str, Any]:
+        """Some fields of the state of checkpoint `step` alone, for a run that starts from it.
+
+        Args:
+          targets: {field: its ShapeDtypeStructs with shardings}.
+          vocab_size: as of `restore`. remedy: what would help where they do not fit, the end of a sentence.
+
+        Raises:
+          CheckpointError: a field is stored in another tree or of other sizes, or is not as it was saved.
+        """
+        meta = self._readable(step, lambda: self._manager.item_metadata(step))
+        run = self._record(step)
+        self._check_complete(step, run, meta)
+        stored = {name: self._readable(step, lambda: _tree(meta, "state"))[name] for name in targets}
+        self._check_shapes(step, targets, stored, vocab_size, remedy)
+        place = lambda a: self._ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, dtype=a.dtype, sharding=a.sharding, global_shape=a.shape, strict=False
+        )
+        # The handler of whole states refuses a part of one; the files are the same.
+        args = self._ocp.args.PyTreeRestore(targets, restore_args=jax.tree.map(place, targets), partial_restore=True)
+        with self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler()) as reader:
+            found = self._readable(step, lambda: reader.restore(self.folder / str(step) / "state", args=args))
+        self._check_digests(step, run, {"state": found}, {"state": stored})
+        return found
+
     def _readable(self, step: int, read: Callable[[], Any]) -> Any:
         """read(), or one line about a checkpoint whose files are damaged."""
         try:
@@ -336,20 +364,16 @@ class Checkpoints:
 
     def _before(self, step: int) -> str:
         earlier = [s for s in self.steps() if s < step]
-        return (
-            f"go on from the one before with --checkpoint.resume-step {earlier[-1]}"
-            if earlier
-            else "no other is before it"
-        )
+        return f"go on from the one before with {self._way.format(earlier[-1])}" if earlier else "no other is before it"
 
-    def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
+    def _check_shapes(
+        self, step: int, targets: Any, meta: Any, vocab_size: int, remedy: str = "use another --workdir"
+    ) -> None:
         want, have = _described(targets), _described(getattr(meta, "tree", meta))
         where = f"checkpoint {self.folder / str(step)}"
         if want.keys() != have.keys():
             odd = sorted(want.keys() ^ have.keys())[:3]
-            raise CheckpointError(
-                f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); use another --workdir"
-            )
+            raise CheckpointError(f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); {remedy}")
         for name, (shape, dtype) in want.items():
             stored, stored_dtype = have[name]
             padded = len(stored) == len(shape) and all(
@@ -358,7 +382,7 @@ class Checkpoints:
             if not padded or dtype != stored_dtype:
                 raise CheckpointError(
                     f"{where}: {name} is {stored_dtype}{list(stored)}, the run needs "
-                    f"{dtype}{list(shape)}; use the same model or another --workdir"
+                    f"{dtype}{list(shape)}; use the same model or {remedy.removeprefix('use ')}"
                 )
 
 

@@ -28,6 +28,7 @@ from taco_jax.launch import distributed
 from taco_jax.launch.preemption import StopRequests
 from taco_jax.models.params import count_params
 from taco_jax.nn.vocab_parallel import pad_vocab
+from taco_jax.train import init_from, model_files
 from taco_jax.train.checkpoint import Checkpoints, SaveError
 from taco_jax.train.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
 from taco_jax.train.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
@@ -40,7 +41,7 @@ class TrainingError(RuntimeError):
 
 
 def main(args: Sequence[str]) -> int:
-    config = check(cli.parse(args))
+    config = check(init_from.with_model(cli.parse(args), cli.given(args)))
     cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
     return distributed.run(config, _work)
 
@@ -70,6 +71,7 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     from taco_jax.mesh import make_mesh
     from taco_jax.train import dry_run
 
+    config = config if config.init_from is None else check(init_from.with_model(config))
     cli.devices(config.devices)
     try:
         mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
@@ -133,6 +135,8 @@ class Run:
         self.stop = min(config.steps, config.stop_after or config.steps)
         self.step, self.first = 0, 1
         self.state: Any = None
+        self.start: init_from.Start | None = None
+        self.lineage: dict[str, Any] | None = None  # where the first weights are from, as checkpoints' records have it
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
         self.owed = False
@@ -152,7 +156,11 @@ class Run:
         config = self.config
         chosen = self.checkpoints.choose(config.checkpoint.resume_step)
         remarks, moved = [], []
-        if chosen is None:
+        if chosen is None and config.init_from is not None:
+            self.state, self.start = init_from.first_state(config, self.program)
+            self.lineage = init_from.lineage(self.start.origin)
+            say(f"weights of {init_from.described(self.start.origin)}")
+        elif chosen is None:
             self.state = self.program.init(jax.random.key(config.seed))
         else:
             stored, run, remarks = self.checkpoints.restore(
@@ -167,7 +175,12 @@ class Run:
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
             if moved:
                 remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
+            self.lineage = run.get("started_from")
             say(f"resumed from step {chosen}")
+            if config.init_from is not None:
+                remarks.append(f"init_from={config.init_from} is not read again: the workdir has checkpoints")
+        if jax.process_index() == 0:
+            remarks += model_files.keep(config, self.start)
         # A finished run keeps its records: nothing is going to make them again.
         self.recorder = Recorder(
             config,
@@ -219,6 +232,11 @@ class Run:
                 self.program.step_with_stats  # noqa: B018
             self.requests.prepare(self.program.mesh)
             say(f"compiled in {time.perf_counter() - start:.0f} s")
+            if self.start is not None and (reached := self.validate()):
+                say(
+                    f"step 0: validation loss {reached['validation_loss']:.4f}, perplexity "
+                    f"{reached['validation_perplexity']:.2f}, before the first step"
+                )
         self.first = self.step + 1
         pending: tuple[int, int, Any, Future] | None = None
         while self.step < self.stop and not self.stopped_by:
@@ -354,6 +372,7 @@ class Run:
     def save(self, in_place_of_older: bool = True) -> None:
         state = self.program.stored.pack(self.state)
         run = {"data": self.batches.state(), "seed": self.config.seed}
+        run |= {} if self.lineage is None else {"started_from": self.lineage}
         size = self.config.model.vocab_size
         vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
         self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)

@@ -89,11 +89,13 @@ def _open(config: TrainConfig) -> list[str]:
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        changed = _changed(_read(path), now)
+        changed = _changed(read_config(path), now)
         model = [text for key, text in changed.items() if key.startswith("model.")]
         if model:
+            source = read_config(path).get("init_from")
+            again = f" (--init-from {source} again)" if source is not None and config.init_from is None else ""
             raise ConfigError(
-                f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model or "
+                f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model{again} or "
                 f"another --workdir"
             )
         return [text for key, text in changed.items() if not key.startswith(_UNREMARKABLE)]
@@ -107,7 +109,8 @@ def _open(config: TrainConfig) -> list[str]:
     return []
 
 
-def _read(path: Path) -> dict:
+def read_config(path: Path) -> dict:
+    """The settings in a run's config.json, as nested dicts. Raises ConfigError for a file that holds none."""
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
