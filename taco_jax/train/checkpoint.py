@@ -64,6 +64,8 @@ class Kept:
 class Checkpoints:
     """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
 
+    READ_ONLY = False  # of a class that changes nothing in the folder
+
     def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder).absolute()
         self._config = config
@@ -88,7 +90,8 @@ class Checkpoints:
         self._kept = Kept(self._config.keep)
         if self._hook is None:
             self._hook, sys.unraisablehook = sys.unraisablehook, _without_stragglers(sys.unraisablehook)
-        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
+        changes = {"read_only": True} if self.READ_ONLY else {"preservation_policy": self._kept}
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True, **changes)
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             _SCALES: ocp.StandardCheckpointHandler(),
