@@ -334,4 +334,6 @@ def _numpy_type(name: str) -> Any:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    from taco_jax.train.workdir import write_text
+
+    write_text(path, json.dumps(content, indent=2) + "\n")

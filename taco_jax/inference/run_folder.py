@@ -61,12 +61,13 @@ def find(path: str | Path) -> tuple[Path, int | None] | None:
 class _Reader(Checkpoints):
     """The checkpoints of a run, which are only looked at. Messages name the run as its user did."""
 
-    READ_ONLY = True
-
     def __init__(self, run: Path):
         self._run = run
         super().__init__(run / CHECKPOINTS, CheckpointConfig(enabled=False))
         self.folder = run / CHECKPOINTS
+
+    def _options(self) -> dict[str, Any]:
+        return {"read_only": True}
 
     def _before(self, step: int) -> str:
         earlier = [s for s in self.steps() if s < step]
@@ -105,9 +106,18 @@ class _Reader(Checkpoints):
         return record, by_name(tree)
 
     def read(
-        self, step: int, name: str, target: jax.ShapeDtypeStruct, record: dict[str, Any], stored: tuple[int, ...]
+        self,
+        step: int,
+        name: str,
+        target: jax.ShapeDtypeStruct,
+        *,
+        record: Mapping[str, Any],
+        stored: tuple[int, ...],
     ) -> jax.Array:
-        """Returns a parameter in the place and shape of `target`, once its digest is that of the record."""
+        """Returns a parameter in the place and shape of `target`, once its digest is that of the record.
+
+        stored: its shape in the checkpoint.
+        """
         ocp = self._ocp
         nested: Any = target
         how: Any = ocp.ArrayRestoreArgs(
@@ -186,7 +196,7 @@ class RunFolder:
         if sharding is None:
             sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         target = jax.ShapeDtypeStruct(shape or self.shape(name), jnp.float32, sharding=sharding)
-        return self.reader.read(self.step, name, target, dict(self.record), self.stored[name])
+        return self.reader.read(self.step, name, target, record=self.record, stored=self.stored[name])
 
     def place(self, config: ModelConfig, mesh: Mesh, dtype: Any) -> dict[str, Any]:
         """Returns the parameters on the mesh, cut over its axis tp, in the types of `load_params`.
@@ -231,7 +241,7 @@ def open_run(path: str | Path) -> RunFolder:
         record, described = reader.open(step)
     stored = {name: tuple(leaf.shape) for name, leaf in described.items()}
     wanted = by_name(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
-    run = RunFolder(folder, step, settings, config, record, stored, reader)
+    run = RunFolder(folder, step, settings, config, record=record, stored=stored, reader=reader)
     if odd := sorted(wanted.keys() ^ stored.keys()):
         what = "lacks" if odd[0] in wanted else "has beside the model's parameters"
         raise CheckpointError(f"{run}: the checkpoint {what} {odd[0]!r}; is {CONFIG} that of this run?")

@@ -64,8 +64,6 @@ class Kept:
 class Checkpoints:
     """The checkpoints of one workdir. Use as a context manager: leaving it waits for writes that are under way."""
 
-    READ_ONLY = False  # of a class that changes nothing in the folder
-
     def __init__(self, folder: str | Path, config: CheckpointConfig):
         self.folder = Path(folder).absolute()
         self._config = config
@@ -90,8 +88,7 @@ class Checkpoints:
         self._kept = Kept(self._config.keep)
         if self._hook is None:
             self._hook, sys.unraisablehook = sys.unraisablehook, _without_stragglers(sys.unraisablehook)
-        changes = {"read_only": True} if self.READ_ONLY else {"preservation_policy": self._kept}
-        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True, **changes)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True, **self._options())
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             _SCALES: ocp.StandardCheckpointHandler(),
@@ -106,6 +103,10 @@ class Checkpoints:
                 f"{self.folder}: cannot be read ({what}); a file {_TIMES} in it is damaged: delete those files, which "
                 f"nothing needs"
             ) from error
+
+    def _options(self) -> dict[str, Any]:
+        """Returns options of Orbax' manager that not every reader has."""
+        return {"preservation_policy": self._kept}
 
     def __enter__(self) -> Checkpoints:
         return self
