@@ -130,7 +130,7 @@ def _tensors(path):
 def test_what_the_model_came_with(tmp_path):
     """Type, model_type and other keys of the source's config.json; the tokenizer's files; ids that end texts."""
     source = config_to_hf(QWEN2) | {
-        "eos_token_id": 7, "dtype": "bfloat16", "use_cache": False, "max_window_layers": 21, "vocab_size": 320,
+        "eos_token_id": 7, "dtype": "bfloat16", "use_cache": False, "attention_dropout": 0.25, "vocab_size": 320,
         "initializer_range": 0.01,
     }  # fmt: skip
     files = {
@@ -144,7 +144,7 @@ def test_what_the_model_came_with(tmp_path):
     model, tokenizer = from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
     config = json.loads((folder / "config.json").read_text())
-    assert (config["use_cache"], config["max_window_layers"], config["eos_token_id"]) == (False, 21, 7)
+    assert (config["use_cache"], config["attention_dropout"], config["eos_token_id"]) == (False, 0.25, 7)
     assert config["vocab_size"] == 300 and "dtype" not in config and config["torch_dtype"] == "bfloat16"
     assert model.generation_config.eos_token_id == [7, 8] and model.generation_config.top_p == 0.8
     assert not (folder / "notes.txt").exists() and not (folder / "source_config.json").exists()
@@ -159,7 +159,7 @@ def test_what_the_model_came_with(tmp_path):
     # A source of another model gives nothing but its ids.
     other = dataclasses.replace(QWEN2, rope_theta=5e5)
     described = config_to_hf(other, source)
-    assert "max_window_layers" not in described and config_from_hf(described) == _plain(other)
+    assert "attention_dropout" not in described and config_from_hf(described) == _plain(other)
 
 
 def test_a_model_of_bytes_gets_a_tokenizer(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from model_helpers import Run
 
 from taco_jax.config import CheckpointConfig, TrainConfig, to_dict
@@ -14,8 +15,8 @@ from taco_jax.train.checkpoint import Checkpoints
 from taco_jax.train.step import TrainState
 
 
-def save_run(folder: Path, config: ModelConfig, *, dp=1, tp=1, steps=(3,), data=None, files=None) -> Path:
-    """A run's folder with checkpoints whose parameters are those of `Run(config).params(seed=step)`.
+def save_run(folder: Path, config: ModelConfig, *, dp=1, tp=1, steps=(3,), data=None, files=None, params=None) -> Path:
+    """A run's folder with checkpoints whose parameters are those of `Run(config).params(seed=step)`, or `params`.
 
     data: fields of its data settings. files: {name: content} of its folder `model`, JSON where it is no text.
     """
@@ -29,10 +30,14 @@ def save_run(folder: Path, config: ModelConfig, *, dp=1, tp=1, steps=(3,), data=
     run = Run(config, dp=dp, tp=tp)
     with Checkpoints(folder / "checkpoints", CheckpointConfig(keep=None)) as checkpoints:
         for step in steps:
-            params = run.params(seed=step)
-            moments = jax.tree.map(lambda leaf: leaf + 7, params)  # never those that are read
+            weights = run.params(seed=step) if params is None else _placed(params, run)
+            moments = jax.tree.map(lambda leaf: leaf + 7, weights)  # never those that are read
             counts = [jnp.int32(step), jnp.int32(0), jnp.int32(0)]
-            state = TrainState(counts[0], params, {"mu": moments, "nu": moments}, {}, *counts[1:])
+            state = TrainState(counts[0], weights, {"mu": moments, "nu": moments}, {}, *counts[1:])
             vocabulary = (config.vocab_size, pad_vocab(config.vocab_size, tp))
             checkpoints.save(step, state, {"data": {"samples": 12}, "seed": 0}, vocabulary=vocabulary)
     return folder
+
+
+def _placed(params, run):
+    return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(run.mesh, spec), run.specs))
