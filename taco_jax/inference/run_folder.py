@@ -35,8 +35,9 @@ from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.digests import DIGESTS, UNPADDED, VOCABULARY, take_damaged
 from taco_jax.train.workdir import CHECKPOINTS, CONFIG
 
-MODEL, SOURCE_CONFIG = "model", "source_config.json"
-"""The folder of what a run's model came with, and the name that its config.json has there."""
+MODEL, SOURCE_CONFIG, DATA = "model", "source_config.json", "meta.json"
+"""The folder of what a run's model came with, and there the config.json of the model, and the prepared data's own file
+where the model came with data alone."""
 
 
 def find(path: str | Path) -> tuple[Path, int | None] | None:
@@ -171,10 +172,13 @@ class RunFolder:
 
     @property
     def end_token(self) -> int | None:
-        """Returns the id that ends documents in the run's data, where its settings say it."""
+        """Returns the id that ends documents in the run's data: of its settings, else of its data's meta.json."""
         data = self.settings.get("data")
         said = data.get("end_token_id") if isinstance(data, dict) else None
-        return said if isinstance(said, int) and 0 <= said < self.config.vocab_size else None
+        if said is None:
+            token = read_object(self.model_files / DATA, needed=False).get("end_token")
+            said = token.get("id") if isinstance(token, dict) else None
+        return said if type(said) is int and 0 <= said < self.config.vocab_size else None
 
     def names(self) -> list[str]:
         return sorted(self.stored)

@@ -132,6 +132,16 @@ def test_files_that_the_model_came_with(tmp_path):
     checkpoint = open_checkpoint(folder)
     assert checkpoint.eos == {6, 7, 8, 9, ord("!")} and checkpoint.template.source == "{{ messages }}"
     assert checkpoint.tokenizer.encode("ab") == [97, 98]
+    settings = json.loads((folder / "config.json").read_text())
+    for of_data, of_folder, want in (
+        (None, {"text": "<end>", "id": 5}, 5),
+        (4, {"id": 5}, 4),
+        (None, {"id": 300}, None),
+    ):
+        settings["data"]["end_token_id"] = of_data
+        run = dataclasses.replace(open_run(folder), settings=settings)
+        (folder / "model" / "meta.json").write_text(json.dumps({"end_token": of_folder}))
+        assert run.end_token == want
 
 
 def test_what_cannot_be_read_is_one_line(copy, run, tmp_path):
