@@ -247,7 +247,7 @@ def _write_weights(run: RunFolder, folder: Path, shards: list[Shard], dtype: np.
         try:
             save_file(arrays, folder / shard.file, metadata={"format": "pt"})  # transformers asks for that key
         except SafetensorError as error:  # of a full disk, for one
-            raise ConfigError(f"{folder / shard.file}: cannot be written ({' '.join(str(error).split())})") from None
+            raise OSError(f"{shard.file}: {' '.join(str(error).split())}") from None
         say(f"{shard.file}: {len(arrays)} tensors, {sum(shard.tensors.values()) / GIGABYTE:.3g} GB in {dtype.name}")
         del arrays
     if len(shards) > 1:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import textwrap
 
 import numpy as np
@@ -254,8 +255,8 @@ def test_an_empty_folder_is_filled(small, tmp_path):
     assert open_checkpoint(tmp_path / "empty").config.d_model == 32
 
 
-@pytest.mark.parametrize("fault", ["full disk", "not finite", "taken meanwhile"])
-def test_a_failed_export_leaves_nothing(small, tmp_path, monkeypatch, fault):
+@pytest.mark.parametrize("fault", ["full disk", "full disk, weights", "not finite", "taken meanwhile"])
+def test_a_failed_export_leaves_nothing(small, tmp_path, monkeypatch, request, fault):
     import errno
 
     if fault == "not finite":
@@ -266,6 +267,12 @@ def test_a_failed_export_leaves_nothing(small, tmp_path, monkeypatch, fault):
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(module, "_write_tokenizer", lambda *args: (_ for _ in ()).throw(full))
         message = "--to .*: cannot be written .No space left on device"
+    elif fault == "full disk, weights":
+        # Files may grow to 20 kB.
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+        message = "--to .*: cannot be written .model.safetensors: .*File too large"
     else:
         real = module._write_json
 

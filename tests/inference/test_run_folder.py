@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +108,12 @@ def test_bytes_as_a_tokenizer():
         assert library.decode(ours.encode(text)) == ours.decode(ours.encode(text)) == text
     stream = ours.stream("naï".encode()[:3])
     assert [stream.add(b) for b in "ïv".encode()[1:]] == ["ï", "v"] and stream.flush() == ""
+
+
+def test_bytes_need_no_library(of_bytes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer = open_checkpoint(of_bytes).tokenizer
+    assert tokenizer.encode("aä") == [97, 195, 164] and tokenizer.stream([]).add(97) == "a"
 
 
 def test_the_server_takes_a_tokenizer_of_bytes():
