@@ -37,7 +37,7 @@ FAMILIES = {
     "qwen3": dataclasses.replace(QWEN3, tied_head=False, head_dim=16, qkv_bias=True, out_bias=True, **LARGE),
     "qwen3 tied": dataclasses.replace(QWEN3, **LARGE),
 }
-SLOW = ("gpt2", "llama tied", "qwen2 tied", "qwen3 tied")
+SLOW = ("gpt2", "llama tied", "llama, biases", "qwen2 tied", "qwen3 tied")
 
 
 def slow(names):
