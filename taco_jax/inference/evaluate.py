@@ -23,7 +23,8 @@ class PerplexityConfig:
     """The loss of a model on a text, exact and compressed."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
+    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; a .gguf file; or a
+    training run's folder: runs/x, its latest checkpoint, or runs/x@STEP."""
     text: str = ""
     """Text file (UTF-8)."""
     codec: tuple[str, ...] = ("none",)

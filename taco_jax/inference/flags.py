@@ -17,7 +17,8 @@ class ModelFlags:
     """Which model, and how it runs on its devices."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; or a .gguf file."""
+    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; a .gguf file; or a
+    training run's folder: runs/x, its latest checkpoint, or runs/x@STEP."""
     tp: int = 1
     """Tensor-parallel devices."""
     compression: str = "none"

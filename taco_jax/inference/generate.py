@@ -23,6 +23,8 @@ class GenerateConfig(ModelFlags):
 
     prompt: tuple[str, ...] = ()
     """Text to go on with; several texts are one batch."""
+    prompt_ids: tuple[str, ...] = ()
+    """Token ids to go on with, in the place of --prompt: '5 17 200'. Several are one batch. Prints ids."""
     max_tokens: int = 128
     """Tokens after which a text ends at the latest."""
     temperature: float = 0.0
@@ -40,9 +42,10 @@ class GenerateConfig(ModelFlags):
 def main(args: Sequence[str]) -> int:
     config = cli.parse_flags(GenerateConfig(), args, prog="python -m taco_jax.generate", description=DESCRIPTION)
     for key in ("model", "prompt"):
-        if not getattr(config, key):
+        if not getattr(config, key) and not (key == "prompt" and config.prompt_ids):
             example = {"model": "--model path/to/model", "prompt": '--prompt "Once upon a time"'}[key]
             raise ConfigError(f"--{key}: is needed, for example {example}")
+    prompts = config.prompt if not config.prompt_ids else _ids(config)
     cli.select_devices(config.devices)
     # Imported here: errors in the settings then come before the seconds that these imports take.
     from taco_jax.inference.sampling import Sampling
@@ -50,12 +53,25 @@ def main(args: Sequence[str]) -> int:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     cli.devices(config.devices)
     generator = config.generator()
-    tokens = generator.generate(
-        config.prompt, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos
-    )
-    _print(tokens, config.prompt)
+    tokens = generator.generate(prompts, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos)
+    if config.prompt_ids:
+        _print((token._replace(text=f" {token.id}") for token in tokens), [" ".join(map(str, ids)) for ids in prompts])
+    else:
+        _print(tokens, config.prompt)
     cli.say(report(generator), sys.stderr)
     return 0
+
+
+def _ids(config: GenerateConfig) -> list[list[int]]:
+    """The prompts of --prompt-ids."""
+    if config.prompt:
+        raise ConfigError("--prompt and --prompt-ids: both give prompts; give one of them")
+    try:
+        return [[int(i) for i in text.replace(",", " ").split()] for text in config.prompt_ids]
+    except ValueError:
+        raise ConfigError(
+            f"prompt_ids={' '.join(map(repr, config.prompt_ids))}: must be token ids, such as '5 17 200'"
+        ) from None
 
 
 def _print(tokens, prompts: Sequence[str]) -> None:

@@ -71,7 +71,8 @@ class Generator:
 
     Args:
       model: a Hugging Face folder (config.json, tokenizer.json, model.safetensors or shards with an index) of GPT-2,
-        Llama, Qwen2 or Qwen3, or a .gguf file; or what `open_checkpoint` returns.
+        Llama, Qwen2 or Qwen3, or a .gguf file; a training run's folder, "runs/x" for its latest checkpoint or
+        "runs/x@340" for that of step 340; or what `open_checkpoint` returns.
       tp: tensor-parallel ranks, the first `tp` of `devices` (default: `jax.devices()`).
       compression: codec of the sums after row-parallel products (a preset's name, such as "mxfp4", with fields changed
         as in "int4h,block=32"; a Codec), or a `Compression` with other options: Compression("mxfp4", link="nccl").
@@ -129,8 +130,8 @@ class Generator:
 
         Args:
           config: the model's shape, such as `taco_jax.models.presets.preset("qwen2p5_7b")`.
-          params: the tree of `taco_jax.models.params`, of a trained model for example, as arrays of the host or of
-            devices; None draws them on the devices with `seed`.
+          params: the tree of `taco_jax.models.params`, of a trained model for example (`taco_jax.load_run` returns both
+            of a checkpoint), as arrays of the host or of devices; None draws them on the devices with `seed`.
           tokenizer: path of a tokenizer.json; None: prompts are token ids.
           eos: the ids that end a text.
           options: the other arguments of `Generator`.

@@ -21,14 +21,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.in_memory import InMemory
-from taco_jax.inference.model_folder import is_run, no_model, read_object
+from taco_jax.inference.model_folder import no_model, read_object
+from taco_jax.inference.run_folder import SOURCE_CONFIG, RunFolder, find, open_run
 from taco_jax.inference.templates import Template, called_special, read_template, special_tokens
 from taco_jax.inference.tensors import AT_ONCE, SafetensorsFolder, Tensors, check_sizes, finite, not_finite
-from taco_jax.inference.text import IN_MEMORY, Tokenizer, read_tokenizer
+from taco_jax.inference.text import IN_MEMORY, ByteTokenizer, Tokenizer, read_tokenizer
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source
 from taco_jax.models.params import init_params, param_specs
+
+BYTES = 256
+"""The vocabulary of a run on the bytes of texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +41,17 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    tensors: Tensors | InMemory
-    tokenizer: Tokenizer | None
+    tensors: Tensors | InMemory | RunFolder
+    tokenizer: Tokenizer | ByteTokenizer | None
     eos: frozenset[int]
     template: Template | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a Hugging Face folder, or a .gguf file.
+    """Opens a Hugging Face folder, a .gguf file, or a training run's checkpoint: its folder, or RUN@STEP.
 
     Raises:
-      ConfigError: no such model, a config that the decoder has not, files that are missing or cut off.
+      ConfigError: no such model, a config that the decoder has not, files that are missing, cut off or damaged.
     """
     try:
         path = Path(path).expanduser()
@@ -58,7 +62,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         from taco_jax.inference import gguf
 
         return Checkpoint(path, *gguf.open_file(path))
-    if (not (path / "config.json").is_file() or is_run(path)) and (why := no_model(path)):
+    if find(path) is not None:
+        return _of_run(open_run(path))
+    if not (path / "config.json").is_file() and (why := no_model(path)):
         raise ConfigError(f"--model {path}: {why}")
     described = read_object(path / "config.json")
     try:
@@ -73,8 +79,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         config = dataclasses.replace(config, tied_head=False)
     tokenizer = read_tokenizer(path / "tokenizer.json", called_special(path))
     return Checkpoint(
-        path, config, tensors, tokenizer, eos=_eos(path, described, tokenizer), template=read_template(path)
-    )
+        path, config, tensors, tokenizer,
+        eos=_eos(path / "config.json", described, tokenizer), template=read_template(path),
+    )  # fmt: skip
+
+
+def tokenizer_of(run: RunFolder) -> Tokenizer | ByteTokenizer | None:
+    """Returns the tokenizer that a run keeps; without one, bytes for a vocabulary of 256, else None."""
+    folder = run.model_files
+    if run.config.vocab_size == BYTES and not (folder / "tokenizer.json").is_file():
+        return ByteTokenizer()
+    return read_tokenizer(folder / "tokenizer.json", called_special(folder))
+
+
+def _of_run(run: RunFolder) -> Checkpoint:
+    folder, tokenizer = run.model_files, tokenizer_of(run)
+    eos = _eos(folder / SOURCE_CONFIG, run.source, tokenizer)
+    eos |= set() if run.end_token is None else {run.end_token}
+    return Checkpoint(folder, run.config, run, tokenizer, eos=eos, template=read_template(folder))
 
 
 def in_memory(
@@ -106,7 +128,7 @@ def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any
         validate(config, tp)
     except ValueError as error:
         raise ConfigError(f"tp={tp}: {error}") from None
-    if isinstance(checkpoint.tensors, InMemory):
+    if isinstance(checkpoint.tensors, InMemory | RunFolder):
         return checkpoint.tensors.place(config, mesh, dtype)
     names = _names(checkpoint)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), tp))
@@ -260,11 +282,15 @@ def _two_tables(tensors: Tensors, path: Path) -> bool:
     return not all(map(same, parts))
 
 
-def _eos(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids that any of the files says a text ends with: models end their turns by other ids than their texts."""
+def _eos(file: Path, config: Mapping[str, Any], tokenizer: Tokenizer | ByteTokenizer | None) -> frozenset[int]:
+    """The ids that any of the files says a text ends with: models end their turns by other ids than their texts.
+
+    config: the content of `file`, a config.json; the others stand beside it.
+    """
     ids: set[int] = set()
+    folder = file.parent
     generation = folder / "generation_config.json"
-    sources = (folder / "config.json", config), (generation, read_object(generation, needed=False))
+    sources = (file, config), (generation, read_object(generation, needed=False))
     for path, content in sources:
         said = content.get("eos_token_id")
         listed = [] if said is None else said if isinstance(said, list) else [said]

@@ -14,10 +14,9 @@ from taco_jax.config import ConfigError
 
 LARGEST = 1 << 28
 """Bytes of a file that is read at all. The largest index and tokenizer_config.json in use have a few million."""
-KINDS = "must be a Hugging Face folder (config.json, tokenizer.json, *.safetensors) or a .gguf file"
-TRAINED = (
-    "from Python taco_jax.Generator.of(config.model, params) takes a trained model's parameters; "
-    "--model takes a Hugging Face folder or a .gguf file"
+KINDS = (
+    "must be a Hugging Face folder (config.json, tokenizer.json, *.safetensors), a .gguf file, or a training run's "
+    "workdir or a step of it, such as runs/x or runs/x@100"
 )
 
 
@@ -79,7 +78,7 @@ def no_model(path: Path) -> str | None:
         return text
     folder = path.parent
     if path.name == "config.json" and is_run(folder):
-        return f"is the config of a training run; {TRAINED}"
+        return f"is the config of a training run; name its folder: --model {folder}"
     if (folder / "config.json").is_file() and path.suffix in (".json", ".safetensors"):
         return f"is a file of a model; name its folder: --model {folder}"
     if path.suffix in (".py", ".yaml", ".yml", ".toml"):
@@ -88,17 +87,15 @@ def no_model(path: Path) -> str | None:
 
 
 def _folder(path: Path) -> str | None:
-    if is_run(path):
-        return f"is the workdir of a training run; {TRAINED}"
     if path.name == "checkpoints" and is_run(path.parent):
-        return f"holds the checkpoints of a training run; {TRAINED}"
+        return f"holds the checkpoints of a training run; name the run: --model {path.parent}"
     if path.parent.name == "checkpoints" and is_run(path.parent.parent):
-        return f"is a checkpoint of a training run; {TRAINED}"
+        return f"is a checkpoint of a training run; name it so: --model {path.parent.parent}@{path.name}"
     if files := sorted(path.glob("*.gguf")):
         return f"has no config.json; name one of its GGUF files: --model {files[0]}"
     inside = sorted(found.parent for pattern in ("*", "snapshots/*") for found in path.glob(f"{pattern}/config.json"))
     if models := [folder for folder in inside if not is_run(folder)]:
         return f"has no config.json; name a model in it: --model {models[0]}"
     if inside:
-        return f"holds workdirs of training runs; {TRAINED}"
+        return f"holds workdirs of training runs; name one: --model {inside[0]}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -45,8 +46,8 @@ def missing_tokenizer(model: Path) -> str:
     """Why there is no tokenizer for a model, and what would help."""
     if model == IN_MEMORY:
         return "prompt: the model came without a tokenizer, so it must be token ids; tokenizer= names a tokenizer.json"
-    if model.is_dir() and not (model / "tokenizer.json").is_file():
-        return f"{model}: has no tokenizer.json, so a prompt must be token ids"
+    if not model.is_file() and not (model / "tokenizer.json").is_file():  # the folder may be one that a run has not
+        return f"{model}: has no tokenizer.json, so a prompt must be token ids (generate --prompt-ids)"
     return f"{model}: text needs the package tokenizers: pip install 'taco-jax[inference]'; token ids work without it"
 
 
@@ -125,6 +126,39 @@ class Tokenizer:
         return out
 
 
+class ByteTokenizer:
+    """A `Tokenizer` whose ids are bytes of UTF-8: of models that were trained on the bytes of texts. Needs no library
+    but for `library`."""
+
+    byte_level = True
+
+    @functools.cached_property
+    def library(self) -> Any:
+        """The `tokenizers.Tokenizer` that does the same."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
+
+        library = Library(models.BPE(vocab=_BYTES, merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+        return library
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    def id_of(self, token: str) -> int | None:
+        return _BYTES.get(token)
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token])
+
+    def stream(self, prompt: Sequence[int]) -> ByteStream:
+        return ByteStream(self, prompt)
+
+
 class ByteStream:
     """The text of tokens as they come, for byte-level vocabularies: whole characters, at the token that ends them.
 
@@ -132,7 +166,7 @@ class ByteStream:
     that is not whole comes as one U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer | ByteTokenizer, prompt: Sequence[int]):
         self._bytes_of, end = tokenizer.bytes_of, b""
         for token in reversed(prompt):
             if len(end) >= LONGEST_CHARACTER:

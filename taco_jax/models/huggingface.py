@@ -12,7 +12,7 @@ the last dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -303,16 +303,50 @@ def params_to_hf(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np
 
     A tied head is not written, as transformers itself does not.
     """
-    prefix, rows = _table(config)
     flat = _flatten(params)
-    result = {}
-    for row in rows:
-        joined = np.concatenate([_unpad(np.asarray(flat[path]), path, config) for path in row.ours], axis=-1)
-        per_layer = joined if "{}" in row.theirs else joined[None]
-        for name, array in zip(_names(row, config), per_layer):
-            full = name if row is HEAD else prefix + name
-            result[full] = np.ascontiguousarray(array.T if row.out_in else array, dtype=np.float32)
-    return result
+    return {
+        name: np.ascontiguousarray(array, dtype=np.float32)
+        for target in targets(config)
+        for name, array in zip(
+            target.names, target.arrays([_unpad(np.asarray(flat[path]), path, config) for path in target.ours])
+        )
+    }
+
+
+class Target(NamedTuple):
+    """Where some of our leaves go, for who writes a checkpoint piece by piece.
+
+    names: their arrays' (with prefix), one a layer where `stacked`, else one. ours: paths of our leaves, which are
+    joined in each of them along the last dim. out_in: theirs is transposed.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    out_in: bool
+    ours: tuple[str, ...]
+
+    def arrays(self, leaves: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields their arrays, in the order of `names`, of our leaves without padding of the vocabulary."""
+        for layer in range(len(self.names)):
+            parts = [leaf[layer] if self.stacked else leaf for leaf in leaves]
+            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            yield joined.T if self.out_in else joined
+
+    def shape(self, leaves: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns the shape of each of their arrays, of those of our leaves without padding of the vocabulary."""
+        one = [shape[1:] if self.stacked else shape for shape in leaves]
+        joined = (*one[0][:-1], sum(shape[-1] for shape in one))
+        return joined[::-1] if self.out_in else joined
+
+
+def targets(config: ModelConfig) -> list[Target]:
+    """Returns the targets of all leaves, each leaf in one. Raises ValueError for a mixture that no model has."""
+    prefix, rows = _table(config)
+    full = lambda row, name: name if row is HEAD else prefix + name
+    return [
+        Target(tuple(full(row, name) for name in _names(row, config)), "{}" in row.theirs, row.out_in, row.ours)
+        for row in rows
+    ]
 
 
 def _names(row: _Row, config: ModelConfig) -> list[str]:

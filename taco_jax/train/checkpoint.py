@@ -91,7 +91,7 @@ class Checkpoints:
         self._kept = Kept(self._config.keep)
         if self._hook is None:
             self._hook, sys.unraisablehook = sys.unraisablehook, _without_stragglers(sys.unraisablehook)
-        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True, **self._options())
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             _SCALES: ocp.StandardCheckpointHandler(),
@@ -106,6 +106,10 @@ class Checkpoints:
                 f"{self.folder}: cannot be read ({what}); a file {_TIMES} in it is damaged: delete those files, which "
                 f"nothing needs"
             ) from error
+
+    def _options(self) -> dict[str, Any]:
+        """Returns options of Orbax' manager that not every reader has."""
+        return {"preservation_policy": self._kept}
 
     def __enter__(self) -> Checkpoints:
         return self

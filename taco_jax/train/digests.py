@@ -21,9 +21,9 @@ from jax import lax
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x7FEB352D, 0x846CA68B, 0xB5297A4D)
 # What a checkpoint's record has: {name: digest} of every array as it is stored, and {name: {dim: [size, digest]}}
 # without what a dim has beyond `size`.
-DIGESTS, _UNPADDED = "digests", "unpadded_digests"
+DIGESTS, UNPADDED = "digests", "unpadded_digests"
 # In records of earlier versions: the padding that all digests leave out, of every dim that has its length.
-_VOCABULARY = "vocabulary"
+VOCABULARY = "vocabulary"
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
@@ -34,12 +34,12 @@ def record_of(arrays: dict[str, jax.Array], size: int, padded: int) -> dict[str,
       size, padded: the vocabulary's, and that to which the mesh pads it. A dim of length `padded` has a digest without
         its padding too: its length alone does not tell that it is one of tokens.
     """
-    found = {DIGESTS: digests(arrays, {name: leaf.shape for name, leaf in arrays.items()}), _UNPADDED: {}}
+    found = {DIGESTS: digests(arrays, {name: leaf.shape for name, leaf in arrays.items()}), UNPADDED: {}}
     for dim in range(max((leaf.ndim for leaf in arrays.values()), default=0)) if size < padded else ():
         long = {name: leaf for name, leaf in arrays.items() if leaf.ndim > dim and leaf.shape[dim] == padded}
         limits = {name: (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]) for name, leaf in long.items()}
         for name, digest in digests(long, limits).items():
-            found[_UNPADDED].setdefault(name, {})[str(dim)] = [size, digest]
+            found[UNPADDED].setdefault(name, {})[str(dim)] = [size, digest]
     return found
 
 
@@ -51,8 +51,8 @@ def take_damaged(record: dict[str, Any], found: dict[str, jax.Array], stored: di
         these differ: what is beyond the stored shape does not count, and an array that has become shorter is compared
         without padding. Records of earlier versions may have no digests.
     """
-    saved, unpadded = record.pop(DIGESTS, None), record.pop(_UNPADDED, {})
-    size, padded = record.pop(_VOCABULARY, (0, 0))
+    saved, unpadded = record.pop(DIGESTS, None), record.pop(UNPADDED, {})
+    size, padded = record.pop(VOCABULARY, (0, 0))
     if saved is None:
         return []
     arrays = {name: leaf for name, leaf in found.items() if name in saved}

@@ -192,17 +192,21 @@ def test_paths_that_are_no_model(tmp_path):
 
     model = write(tmp_path / "model")
     run = tmp_path / "runs" / "first"
-    (run / "checkpoints" / "3").mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
+    (run / "checkpoints").mkdir(parents=True)
+    (steps := tmp_path / "runs" / "second" / "checkpoints" / "3").mkdir(parents=True)
+    for folder in (run, steps.parents[1]):
+        (folder / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
     (tmp_path / "some.yaml").write_text("model: x")
     (tmp_path / "ggufs").mkdir()
     (tmp_path / "ggufs" / "a.gguf").write_text("")
     for path, message in (
-        (run, r"first: is the workdir of a training run; from Python taco_jax.Generator.of\(config.model, params\)"),
-        (run / "config.json", "config.json: is the config of a training run; from Python taco_jax.Generator.of"),
-        (run / "checkpoints", "checkpoints: holds the checkpoints of a training run"),
-        (run / "checkpoints" / "3", "3: is a checkpoint of a training run; from Python taco_jax.Generator.of"),
-        (run.parent, "runs: holds workdirs of training runs"),
+        (run, r"first: has no checkpoint \(its training has saved none yet\); a run saves one at its end"),
+        (f"{run}@2", r"first: has no checkpoint \("),
+        (steps.parents[1], "second/checkpoints/3: cannot be read"),
+        (run / "config.json", f"config.json: is the config of a training run; name its folder: --model {run}"),
+        (run / "checkpoints", f"checkpoints: holds the checkpoints of a training run; name the run: --model {run}"),
+        (steps, f"3: is a checkpoint of a training run; name it so: --model {steps.parents[1]}@3"),
+        (run.parent, f"runs: holds workdirs of training runs; name one: --model {run}"),
         (model / "config.json", f"config.json: is a file of a model; name its folder: --model {model}"),
         (model / SINGLE, f"is a file of a model; name its folder: --model {model}"),
         (tmp_path / "some.yaml", "some.yaml: is a file of settings; must be a Hugging Face folder"),

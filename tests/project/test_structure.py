@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"evaluate", "generate", "plot", "run", "serve", "tune"}
+COMMANDS = {"evaluate", "export", "generate", "plot", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
@@ -88,6 +88,7 @@ SHORT = {
         "compat.py": "all that differs between versions of JAX",
         "errors.py": "imported by everything, imports nothing",
         "evaluate.py": ENTRY,
+        "export.py": ENTRY,
         "generate.py": ENTRY,
         "inference/cache.py": CONCEPT,
         "inference/flags.py": "a table of flags, which three commands share",
