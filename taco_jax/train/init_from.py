@@ -170,10 +170,12 @@ def _refuse_itself(config: TrainConfig) -> None:
 
 def _model(config: TrainConfig) -> tuple[str, ModelConfig]:
     """(who says it, the shape of the run's model)."""
+    from taco_jax.inference.run_folder import model_config
+
     path = Path(config.workdir) / CONFIG
     if saved_steps(config.workdir) and path.is_file():
         first = read_config(path)
-        own = f"the workdir {config.workdir}", _model_of(first, path)
+        own = f"the workdir {config.workdir}", model_config(first, path)
         if first.get("init_from") == config.init_from:
             return own
         try:  # another source than the run's must at least be of its model, where it can be seen
@@ -181,18 +183,6 @@ def _model(config: TrainConfig) -> tuple[str, ModelConfig]:
         except ConfigError:
             return own
     return f"init_from={config.init_from}", open_source(config).model
-
-
-def _model_of(settings: dict[str, Any], path: Path) -> ModelConfig:
-    """The model of a run's config.json, whose keys may be those of another version."""
-    names = {field.name for field in dataclasses.fields(ModelConfig)}
-    unknown = sorted(settings["model"].keys() - names)
-    if unknown:
-        raise ConfigError(f"{path}: model.{unknown[0]} is no key of this version; use the version that made the run")
-    try:
-        return ModelConfig(**settings["model"])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: model: {error}") from None
 
 
 def _path_and_step(given: str) -> tuple[Path, int | None]:
@@ -220,7 +210,9 @@ def _refuse_part_of_a_run(given: str, path: Path) -> None:
 
 
 def _open_run(given: str, path: Path, step: int | None) -> Source:
-    model, present = _model_of(read_config(path / CONFIG), path / CONFIG), saved_steps(path)
+    from taco_jax.inference.run_folder import model_config
+
+    model, present = model_config(read_config(path / CONFIG), path / CONFIG), saved_steps(path)
     if not present:
         raise ConfigError(f"init_from={given}: the run has no checkpoint; wait for its first, or name another run")
     if step is not None and step not in present:
