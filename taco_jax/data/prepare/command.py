@@ -309,7 +309,9 @@ class _Run:
         chunks = text.chunks() if isinstance(text, LongText) else [text]
         first = True
         # One window behind, to know the last one.
-        for window, following in itertools.pairwise(itertools.chain(windows(chunks), [None])):
+        for window, following in itertools.pairwise(
+            itertools.chain(windows(chunks, WINDOW_CHARS, OVERLAP_CHARS), [None])
+        ):
             last = following is None
             now = counts if last else Counter()
             now["text_bytes"] += len(window[0 if first else OVERLAP_CHARS :].encode())
@@ -360,7 +362,7 @@ class _Run:
             return
         (split,) = work.splits
         if work.first:
-            self._joiner = Joiner(self._encode_here)
+            self._joiner = Joiner(self._encode_here, OVERLAP_CHARS)
         ids = self._joiner.add(work.window, encoded)
         output.write(split, memoryview(ids.tobytes()), ends=False)
         if work.last:

@@ -19,7 +19,7 @@ WINDOW_CHARS, OVERLAP_CHARS = 1 << 19, 1 << 12
 AGREEING_TOKENS = 16
 
 
-def windows(chunks: Iterable[str], window: int = WINDOW_CHARS, overlap: int = OVERLAP_CHARS) -> Iterator[str]:
+def windows(chunks: Iterable[str], window: int, overlap: int) -> Iterator[str]:
     """Yields the windows of a text that comes in chunks. They depend on the text alone.
 
     Each but the first is longer than `overlap`. `window` must be at least twice that: then the two shared parts of a
@@ -55,7 +55,7 @@ class Joiner:
     encode: encodes a task at once; for windows that do not agree.
     """
 
-    def __init__(self, encode: Callable[[Task], Encoded], overlap: int = OVERLAP_CHARS):
+    def __init__(self, encode: Callable[[Task], Encoded], overlap: int):
         self._encode, self._overlap = encode, overlap
         self._held: np.ndarray | None = None
         self._tail: list[Token] = []
