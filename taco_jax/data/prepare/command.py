@@ -162,8 +162,13 @@ def summary(out: Path, meta: dict[str, Any]) -> Iterator[str]:
     left_out = {key: count for key, count in meta["left_out"].items() if count}
     if left_out:
         yield "left out: " + ", ".join(f"{count:,} {key}" for key, count in left_out.items())
-    if not meta["splits"]["validation"]["documents"] and meta["settings"]["validation"]:
-        yield "no document is held out: there are few; --data.validation of the trainer names other data"
+    share, held = meta["settings"]["validation"], meta["splits"]["validation"]["tokens"]
+    if share:
+        part = held / (held + meta["splits"]["train"]["tokens"])
+        if not held:
+            yield "no document is held out: there are few of them, and their hashes decide; other text can validate"
+        elif not share / 3 < part < 3 * share:
+            yield f"{part:.1%} of the tokens are held out: documents are few and of different lengths"
 
 
 def held_out(digest: bytes, share: float) -> bool:
