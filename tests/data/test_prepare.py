@@ -608,6 +608,16 @@ def test_the_end_token(files, flags, found, config, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
+    "package,name", [("pyarrow", "b.parquet"), ("zstandard", "b.txt.zst"), ("tokenizers", "a.jsonl")]
+)
+def test_packages_that_are_missing(package, name, config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"needs? the package {package}: pip install 'taco-jax\[data\]'"):
+        prepare(dataclasses.replace(config, sources=(str(tmp_path / name),)))
+
+
+@pytest.mark.parametrize(
     "flags,said",
     [
         ({"validation": 1}, "error: --validation 1.0: must be a share from 0 to below 1"),
