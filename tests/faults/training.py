@@ -356,6 +356,14 @@ MUTANTS = (
         ("tests/data/test_prepare.py -k ten_places",),
     ),
     Mutant(
+        "prepare-within",
+        "a run that goes on within a long text writes the shared part of two windows twice",
+        "taco_jax/data/prepare/command.py",
+        "joined=self._joiner.joined if inside else 0",
+        "joined=0",
+        ("tests/data/test_prepare.py -k ten_places",),
+    ),
+    Mutant(
         "prepare-whole-too-early",
         "meta.json is written before the token files have their names",
         "taco_jax/data/prepare/output.py",

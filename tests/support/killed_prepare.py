@@ -9,6 +9,7 @@ Processes are forked, not started, so that a hundred of them take seconds.
 """
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ def set_up(folder: Path) -> PrepareConfig:
     command.OVERLAP_CHARS, text_files.WHOLE_TEXT_BYTES = 400, 12_000
     # A clock that goes with the work: a checkpoint every few batches.
     command.time.monotonic = itertools.count().__next__
-    command.CHECKPOINT_SECONDS = 12
+    command.CHECKPOINT_SECONDS = 6
     cli.say = lambda *_: None
     return PrepareConfig(
         sources=(str(folder / "in"),), out="", tokenizer=str(folder / "tokenizer"), validation=0.2, workers=1,
@@ -88,7 +89,7 @@ def main(folder: Path, places: int) -> None:
     assert code == 0, code
     reference = text_corpus.tree(whole)
     numbers = range(acts) if not places else sorted({acts * i // places for i in range(places)} | {acts - 1})
-    went_on = 0
+    went_on = inside = 0
     for i, number in enumerate(numbers):
         out = folder / f"killed_at_{number}"
         assert run(config, out, number)[0] == -signal.SIGKILL, number
@@ -99,11 +100,14 @@ def main(folder: Path, places: int) -> None:
             assert {name: left[name] for name in reference} == reference, f"whole too early: {number}"
         for name, data in left.items():
             assert "/" in name or not name.endswith(".bin") or data == reference[name], f"{number}: {name} is half"
-        went_on += ".progress/state.json" in left and b'"file": 0' not in left[".progress/state.json"]
+        if state := left.get(".progress/state.json"):
+            position = json.loads(state)["position"]
+            went_on += position["file"] > 0
+            inside += position["window"] >= 0
         code, again = run(config, out)
         assert code == 0, f"{number}: the rerun ended with {code}"
         assert text_corpus.tree(out) == reference, f"{number}: other bytes"
-    print(f"{len(numbers)} places of {acts}; {went_on} reruns went on behind the first file")
+    print(f"{len(numbers)} places of {acts}; {went_on} reruns went on behind the first file; {inside} within a text")
 
 
 if __name__ == "__main__":

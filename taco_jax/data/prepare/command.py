@@ -29,7 +29,15 @@ from taco_jax.data.prepare.duplicates import Seen
 from taco_jax.data.prepare.encoding import Encoded, Encoder, Pool, Task, WorkerError
 from taco_jax.data.prepare.long_texts import OVERLAP_CHARS, WINDOW_CHARS, Joiner, windows
 from taco_jax.data.prepare.output import SPLITS, Output
-from taco_jax.data.prepare.text_files import BadRecordError, Document, LongText, Position, Reader, TextFile
+from taco_jax.data.prepare.text_files import (
+    NO_WINDOW,
+    BadRecordError,
+    Document,
+    LongText,
+    Position,
+    Reader,
+    TextFile,
+)
 
 BATCH_CHARS, BATCH_DOCUMENTS = 1 << 18, 1024
 # What a killed run has to do again, at most.
@@ -180,17 +188,19 @@ def held_out(digest: bytes, share: float) -> bool:
 class _Work:
     """A task on its way, and what to do with its result.
 
-    splits: of each document of the task; of a window, of its document. window: the text of one, None for a batch.
-    first, last: of the windows of a document. position: behind the task's documents; None within a document.
+    splits: of each document of the task; of a window, of its document. position: behind the task. window: its text,
+    None for a batch; number: among those of its document. last: it ends the document. held: it is on its way since an
+    earlier run.
     """
 
     task: Task
     splits: list[str]
-    position: Position | None
+    position: Position
     counts: Counter[str]
     window: str | None = None
-    first: bool = False
+    number: int = 0
     last: bool = False
+    held: bool = False
     read_bytes: int = 0
     future: Future[Encoded] | None = None
 
@@ -272,28 +282,31 @@ class _Run:
         splits: list[str] = []
         counts: Counter[str] = Counter()
         size = records = 0
-        for document in reader.documents(self._output.position):
+        start = self._output.position
+        before = start._replace(window=NO_WINDOW, joined=0)
+        for document in reader.documents(before):
             records += 1
-            behind, read = document.position, self._started[document.file] + document.file_bytes
-            text = self._kept(document, number, seen, counts)
+            read = self._started[document.file] + document.file_bytes
+            own: Counter[str] = Counter()
+            text = self._kept(document, number, seen, own)
             number += document.text is not None
-            if text is not None:
-                split = "validation" if held_out(document.digest, self._config.validation) else "train"
-                long = isinstance(text, LongText) or len(text) > WINDOW_CHARS
-                if long and texts:
-                    yield _Work(Task(texts), splits, None, Counter(), read_bytes=read)
-                    texts, splits, size = [], [], 0
-                if long:
-                    yield from self._windows(text, split, behind, counts, read)
-                    counts, records = Counter(), 0
-                    continue
-                counts["text_bytes"] += document.bytes
-                texts.append(text)
-                splits.append(split)
-                size += len(text)
-            if size >= BATCH_CHARS or records >= BATCH_DOCUMENTS:
-                yield _Work(Task(texts), splits, behind, counts, read_bytes=read)
-                texts, splits, counts, size, records = [], [], Counter(), 0, 0
+            split = "validation" if held_out(document.digest, self._config.validation) else "train"
+            if isinstance(text, LongText) or (text is not None and len(text) > WINDOW_CHARS):
+                if counts:
+                    yield _Work(Task(texts), splits, before, counts, read_bytes=read)
+                    texts, splits, counts, size, records = [], [], Counter(), 0, 0
+                yield from self._windows(text, split, document, (before, own), start.window)
+            else:
+                counts.update(own)
+                if text is not None:
+                    counts["text_bytes"] += document.bytes
+                    texts.append(text)
+                    splits.append(split)
+                    size += len(text)
+                if size >= BATCH_CHARS or records >= BATCH_DOCUMENTS:
+                    yield _Work(Task(texts), splits, document.position, counts, read_bytes=read)
+                    texts, splits, counts, size, records = [], [], Counter(), 0, 0
+            before, start = document.position, before
         yield _Work(Task(texts), splits, Position(len(self._files)), counts, read_bytes=self._started[-1])
 
     def _kept(self, document: Document, number: int, seen: Seen | None, counts: Counter[str]) -> str | LongText | None:
@@ -309,20 +322,28 @@ class _Run:
         return document.text
 
     def _windows(
-        self, text: str | LongText, split: str, behind: Position, counts: Counter[str], read: int
+        self, text: str | LongText, split: str, document: Document, begin: tuple[Position, Counter[str]], held: int
     ) -> Iterator[_Work]:
+        """The windows of a document. begin: the place before it, and what its last window counts. held: the window that
+        an earlier run has joined to those before it."""
+        before, counts = begin
         chunks = text.chunks() if isinstance(text, LongText) else [text]
-        first = True
         # One window behind, to know the last one.
-        for window, following in itertools.pairwise(
-            itertools.chain(windows(chunks, WINDOW_CHARS, OVERLAP_CHARS), [None])
-        ):
-            last = following is None
-            now = counts if last else Counter()
-            now["text_bytes"] += len(window[0 if first else OVERLAP_CHARS :].encode())
+        pairs = itertools.pairwise(itertools.chain(windows(chunks, WINDOW_CHARS, OVERLAP_CHARS), [None]))
+        done = 0
+        for number, (window, following) in enumerate(pairs):
+            new = len(window[OVERLAP_CHARS if number else 0 :].encode())
+            done += new
+            if number < held:
+                continue
+            behind, now = before._replace(window=number), Counter()
+            if following is None:
+                behind, now = document.position, counts
+            if number > held:
+                now["text_bytes"] += new
             task = Task([window], min(OVERLAP_CHARS, len(window)))
-            yield _Work(task, [split], behind if last else None, now, window, first, last, read)
-            first = False
+            read = self._started[document.file] + document.file_bytes * done // document.bytes
+            yield _Work(task, [split], behind, now, window, number, following is None, number == held, read)
 
     # Work to token files
 
@@ -344,10 +365,11 @@ class _Run:
                     work = under_way.popleft()
                     self._write(work, work.future.result())
                     display.update(work.read_bytes, output.counts)
-                    if work.position is not None and time.monotonic() - saved >= CHECKPOINT_SECONDS:
+                    if time.monotonic() - saved >= CHECKPOINT_SECONDS:
                         if seen is not None:
                             seen.save()
-                        output.checkpoint(work.position)
+                        inside = work.position.window != NO_WINDOW
+                        output.checkpoint(work.position._replace(joined=self._joiner.joined if inside else 0))
                         saved = time.monotonic()
             output.position = Position(len(self._files))
         finally:
@@ -366,8 +388,11 @@ class _Run:
                 start = end
             return
         (split,) = work.splits
-        if work.first:
+        if work.held or not work.number:
             self._joiner = Joiner(self._encode_here, OVERLAP_CHARS)
+        if work.held:
+            self._joiner.go_on(work.window, encoded, output.position.joined)
+            return
         ids = self._joiner.add(work.window, encoded)
         output.write(split, memoryview(ids.tobytes()), ends=False)
         if work.last:

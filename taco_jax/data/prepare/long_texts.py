@@ -53,27 +53,38 @@ class Joiner:
     """Joins the windows of one text, in their order, to the ids of the text.
 
     encode: encodes a task at once; for windows that do not agree.
+
+    Attributes:
+      joined: the first id of the last window that counts; CUT where that window did not agree with the one before and
+        was encoded again without the shared part.
     """
+
+    CUT = -1
 
     def __init__(self, encode: Callable[[Task], Encoded], overlap: int):
         self._encode, self._overlap = encode, overlap
         self._held: np.ndarray | None = None
         self._tail: list[Token] = []
+        self.joined = 0
 
     def add(self, window: str, encoded: Encoded) -> np.ndarray:
         """Returns the ids that are certain now: those up to the place where the window before joins this one."""
-        ids, out = encoded.ids, encoded.ids[:0]
-        if self._held is not None:
-            cut = agreement(self._tail, encoded.head)
-            if cut is None:
-                rest = window[self._overlap :]
-                encoded = self._encode(Task([rest], min(self._overlap, len(rest))))
-                out, ids = self._held, encoded.ids
-            else:
-                i, j = cut
-                out, ids = self._held[: len(self._held) - len(self._tail) + i], ids[j:]
-        self._held, self._tail = ids, encoded.tail
-        return out
+        if self._held is None:
+            self.go_on(window, encoded, 0)
+            return encoded.ids[:0]
+        cut = agreement(self._tail, encoded.head)
+        # Where there is no agreement, all of the window before counts.
+        before, joined = (len(self._tail), self.CUT) if cut is None else cut
+        certain = self._held[: len(self._held) - len(self._tail) + before]
+        self.go_on(window, encoded, joined)
+        return certain
+
+    def go_on(self, window: str, encoded: Encoded, joined: int) -> None:
+        """Holds a window that is joined to those before it already, at `joined`."""
+        if joined == self.CUT:
+            rest = window[self._overlap :]
+            encoded = self._encode(Task([rest], min(self._overlap, len(rest))))
+        self._held, self._tail, self.joined = encoded.ids[max(joined, 0) :], encoded.tail, joined
 
     def finish(self, end: int) -> np.ndarray:
         """Returns the ids that are left, and the end token."""

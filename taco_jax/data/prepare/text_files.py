@@ -37,6 +37,7 @@ LONGEST_LINE_BYTES = 1 << 28
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 256
 DIGEST_BYTES = 16
+NO_WINDOW = -1
 BOM = codecs.BOM_UTF8
 
 
@@ -50,14 +51,18 @@ class TextFile(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place between two documents.
+    """A place between two documents, or within the one that follows.
 
-    record: lines or rows of the file `file` that were read; offset: of lines, their bytes after decompression.
+    record: lines or rows of the file `file` that were read; offset: of lines, their bytes after decompression. window:
+    of a long document, the last window whose ids are written up to where it joins the next one; joined: the place in
+    it from which its own ids count (`long_texts.Joiner.joined`).
     """
 
     file: int = 0
     record: int = 0
     offset: int = 0
+    window: int = NO_WINDOW
+    joined: int = 0
 
 
 class LongText(NamedTuple):
