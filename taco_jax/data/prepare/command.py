@@ -141,7 +141,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _settings(config: PrepareConfig, found: tokenizer.Tokenizer, files: Sequence[TextFile]) -> dict[str, Any]:
-    """What the bytes of the folder depend on, as JSON has it."""
+    """Returns what the bytes of the folder depend on, as JSON has it."""
     listing = hashlib.sha256()
     for file in files:
         listing.update(os.fsencode(f"{file.path}\0{file.bytes}\n"))
@@ -242,7 +242,7 @@ class _Run:
         output.finish(output.position, self._about(), self._tokenizer.files)
 
     def _about(self) -> dict[str, Any]:
-        """What meta.json says besides the token files."""
+        """Returns what meta.json says besides the token files."""
         counts, found = self._output.counts, self._tokenizer
         rows = [
             {
@@ -343,7 +343,8 @@ class _Run:
                 now["text_bytes"] += new
             task = Task([window], min(OVERLAP_CHARS, len(window)))
             read = self._started[document.file] + document.file_bytes * done // document.bytes
-            yield _Work(task, [split], behind, now, window, number, following is None, number == held, read)
+            more = {"last": following is None, "held": number == held, "read_bytes": read}
+            yield _Work(task, [split], behind, now, window=window, number=number, **more)
 
     # Work to token files
 

@@ -277,7 +277,7 @@ class Output:
 
     @property
     def complete(self) -> bool:
-        """Whether all documents are in the token files; `finish` has yet to be called."""
+        """True where all documents are in the token files, and only `finish` is left to do."""
         return self._done
 
     def discard(self) -> None:

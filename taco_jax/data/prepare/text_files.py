@@ -75,18 +75,18 @@ class LongText(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text, the hash of its UTF-8 bytes, the file it is from, and the place behind it.
+    """The file that a text is from, the place behind it, the text, and the hash of its UTF-8 bytes.
 
-    text: None for a record without text. bad: such a one that is broken and was left out. bytes: of the text, in UTF-8.
-    file_bytes: what was read of the file so far, as it is on the disk.
+    file_bytes: what was read of the file so far, as it is on the disk. text: None for a record without text. bytes: of
+    the text, in UTF-8. bad: a record that is broken and was left out.
     """
 
-    text: str | LongText | None
-    digest: bytes
-    bytes: int
     file: int
     position: Position
     file_bytes: int
+    text: str | LongText | None = None
+    digest: bytes = b""
+    bytes: int = 0
     bad: bool = False
 
 
@@ -285,19 +285,20 @@ class Reader:
 
     def _document(self, make: Callable[[], str | None], place: Position, behind: Position, read: int) -> Document:
         """The document whose text `make` returns; without text where it is bad and may be left out."""
+        document = Document(place.file, behind, read)
         try:
             text = make()
             if not text:
-                return Document(None, b"", 0, place.file, behind, read)
+                return document
             data = text.encode()
-            return Document(text, hash_of(data), len(data), place.file, behind, read)
+            return document._replace(text=text, digest=hash_of(data), bytes=len(data))
         except BadRecordError as error:
             self._bad(error)
         except UnicodeEncodeError as error:
             half = f"U+{ord(error.object[error.start]):04X}"
             where = _where(self._files[place.file].path, place.record)  # a line: no other file can hold one
             self._bad(BadRecordError(f"{where}: holds {half}, half of a character, which is no text"))
-        return Document(None, b"", 0, place.file, behind, read, bad=True)
+        return document._replace(bad=True)
 
     def _text(self, path: str, place: Position) -> Iterator[Document]:
         behind = Position(place.file + 1)
@@ -307,6 +308,7 @@ class Reader:
             data = stream.read(WHOLE_TEXT_BYTES + 1)
         if len(data) > WHOLE_TEXT_BYTES:
             del data
+            document = Document(place.file, behind, size)
             digest, length = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
             try:
                 for chunk in _decoded(path):
@@ -315,9 +317,9 @@ class Reader:
                     length += len(data)
             except BadRecordError as error:
                 self._bad(error)
-                yield Document(None, b"", 0, place.file, behind, size, bad=True)
+                yield document._replace(bad=True)
                 return
-            yield Document(LongText(path), digest.digest(), length, place.file, behind, size)
+            yield document._replace(text=LongText(path), digest=digest.digest(), bytes=length)
             return
 
         def text() -> str:
