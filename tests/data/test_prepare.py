@@ -1,6 +1,7 @@
 """`python -m taco_jax.prepare`: which tokens it writes, what it refuses, and that a killed run leaves nothing half."""
 
 import dataclasses
+import errno
 import gzip
 import hashlib
 import json
@@ -19,7 +20,7 @@ from helpers import REPOSITORY
 from text_corpus import END, expected, sentences, stored, tokenizer_folder, tree
 
 from taco_jax.config import ConfigError, cli
-from taco_jax.data.prepare import command, encoding, text_files
+from taco_jax.data.prepare import command, encoding, output, text_files
 from taco_jax.data.prepare.command import PrepareConfig, main, prepare
 from taco_jax.data.prepare.encoding import Encoder, Task
 from taco_jax.data.prepare.long_texts import Joiner, windows
@@ -277,6 +278,26 @@ def test_a_worker_that_ends_is_one_line_and_the_same_command_goes_on(config, tmp
     assert not (tmp_path / "out/meta.json").exists()
     prepare(config)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "BATCH_CHARS", 500)
+    monkeypatch.setattr(command, "CHECKPOINT_SECONDS", 0)
+    prepare(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as full:
+        real, space = output._Shard.write, iter(range(30))
+
+        def write(shard, ids):
+            if next(space, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(shard, ids)
+
+        full.setattr(output._Shard, "write", write)
+        assert command_line(config, validation=0.1) == 2
+    said = f"error: --out {config.out}: cannot be written (No space left on device); the same command goes on\n"
+    assert capsys.readouterr().err == said
+    prepare(config)
+    assert "goes on behind" in capsys.readouterr().out and tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def killed(folder, tokenizer, places):
