@@ -106,8 +106,13 @@ class Pool:
             # A group of its own: Ctrl-C is for the program, which ends its workers.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
             self._processes.append(process)
-            self._free.put(process)
+        for process in self._processes:
+            self._threads.submit(self._start, process, options)
+
+    def _start(self, process: subprocess.Popen, options: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has ended: the first task says so
             pickle.dump(options, process.stdin)
+        self._free.put(process)
 
     def submit(self, task: Task) -> Future[Encoded]:
         return self._threads.submit(self._encode, task)
