@@ -539,7 +539,7 @@ def cut(pack):
         ("b.txt.gz", cut(gzip.compress), "b.txt.gz: corrupt, or cut off ("),
         ("b.jsonl.xz", cut(lzma.compress), "b.jsonl.xz: corrupt, or cut off ("),
         ("b.jsonl.zst", cut(zstd), "b.jsonl.zst: corrupt, or cut off (ends within a frame)"),
-        ("b.jsonl.zst", b"no zstd", "b.jsonl.zst: corrupt ("),
+        ("b.jsonl.zst", b"no zstd", "b.jsonl.zst: corrupt, or cut off ("),
         ("b.jsonl.gz", b"no gzip", "b.jsonl.gz: corrupt, or cut off (Not a gzipped file"),
         ("b.parquet", b"no parquet", "b.parquet: corrupt ("),
         ("b.parquet", "other", "b.parquet: has no field 'text'; it has 'id', 'other'; --text-field names another"),

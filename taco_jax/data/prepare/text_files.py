@@ -168,11 +168,13 @@ def _nothing_there(argument: str) -> str:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses zstd frames. An end within a frame is an EOFError; the library's own reader is silent about it."""
+    """Decompresses zstd frames. An EOFError says what is wrong: an end within a frame too, of which the library's own
+    reader says nothing."""
 
     def __init__(self, file: BinaryIO):
         import zstandard
 
+        self._error = zstandard.ZstdError
         self._file, self._new = file, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame, self._rest, self._out = self._new(), b"", memoryview(b"")
         self._within = False
@@ -194,7 +196,10 @@ class _ZstdReader(io.RawIOBase):
                 return 0
             if self._frame.eof:
                 self._frame = self._new()
-            self._out, self._within = memoryview(self._frame.decompress(data)), True
+            try:
+                self._out, self._within = memoryview(self._frame.decompress(data)), True
+            except self._error as error:
+                raise EOFError(str(error)) from None
             if self._frame.eof:
                 self._rest, self._within = self._frame.unused_data, False
         count = min(len(buffer), len(self._out))
@@ -458,5 +463,5 @@ class _readable:
             raise DataError(f"{self._path}: corrupt, or cut off ({error})") from None
         if isinstance(error, OSError) and error.filename in (None, self._path) and not isinstance(error, DataError):
             raise DataError(f"{self._path}: cannot be read ({error.strerror or error})") from None
-        if error is not None and type(error).__module__.partition(".")[0] in ("zstandard", "pyarrow"):
+        if error is not None and type(error).__module__.partition(".")[0] == "pyarrow":
             raise DataError(f"{self._path}: corrupt ({' '.join(str(error).split())[:300]})") from None
