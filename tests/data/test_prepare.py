@@ -381,7 +381,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path, tokenizer, run_python):
             peaks[kind, times] = json.loads(said.splitlines()[-1])[0]
             path.unlink()
     print(peaks, "MiB")
-    assert all(peaks[kind, 300] < peaks[kind, 30] + 40 for kind in ("txt", "jsonl", "parquet")), peaks
+    assert all(peaks[kind, 300] < peaks[kind, 30] + 100 for kind in ("txt", "jsonl", "parquet")), peaks
 
 
 def test_a_whole_folder_stays_as_it_is(config, tmp_path, capsys):
