@@ -443,4 +443,63 @@ MUTANTS = (
         "if key not in mine:",
         ("tests/launch/test_rendezvous.py -k other_settings",),
     ),
+    Mutant(
+        "prepare-end-token",
+        "the end token stands before its document",
+        "taco_jax/data/prepare/encoding.py",
+        "lists = [[*part.ids, self.end] for part in parts]",
+        "lists = [[self.end, *part.ids] for part in parts]",
+        ("tests/data/test_prepare.py -k each_record",),
+    ),
+    Mutant(
+        "prepare-windows",
+        "windows of a long text are joined one token late",
+        "taco_jax/data/prepare/long_texts.py",
+        "return end[0] - longest // 2, end[1] - longest // 2",
+        "return end[0] - longest // 2, end[1] - longest // 2 + 1",
+        ("tests/data/test_prepare.py -k windows_make",),
+    ),
+    Mutant(
+        "prepare-held-out",
+        "which documents are held out depends on their number, not on their text",
+        "taco_jax/data/prepare/command.py",
+        "held_out(document.digest, self._config.validation)",
+        'held_out(number.to_bytes(8, "big") * 2, self._config.validation)',
+        ("tests/data/test_prepare.py -k each_record",),
+    ),
+    Mutant(
+        "prepare-went-on",
+        "a run that goes on takes documents of the run before for their own duplicates",
+        "taco_jax/data/prepare/duplicates.py",
+        "return first < number",
+        "return True",
+        ("tests/data/test_prepare.py -k ten_places",),
+    ),
+    Mutant(
+        "prepare-place",
+        "a run goes on where its last batch began",
+        "taco_jax/data/prepare/text_files.py",
+        "behind = Position(place.file, place.record + 1, place.offset + len(line))",
+        "behind = Position(place.file, place.record + 1, place.offset)",
+        ("tests/data/test_prepare.py -k ten_places",),
+    ),
+    Mutant(
+        "prepare-within",
+        "a run that goes on within a long text writes the shared part of two windows twice",
+        "taco_jax/data/prepare/command.py",
+        "joined=self._joiner.joined if inside else 0",
+        "joined=0",
+        ("tests/data/test_prepare.py -k ten_places",),
+    ),
+    Mutant(
+        "prepare-whole-too-early",
+        "meta.json is written before the token files have their names",
+        "taco_jax/data/prepare/output.py",
+        """        for name, data in copies.items():
+            write_whole""",
+        """        write_whole(self.folder / META, _json({"format": FORMAT}))
+        for name, data in copies.items():
+            write_whole""",
+        ("tests/data/test_prepare.py -k ten_places",),
+    ),
 )

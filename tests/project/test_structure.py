@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"evaluate", "export", "generate", "plot", "run", "serve", "tune"}
+COMMANDS = {"evaluate", "export", "generate", "plot", "prepare", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
@@ -85,6 +85,7 @@ SHORT = {
         "codec/hadamard.py": CONCEPT,
         "codec/stochastic_rounding.py": CONCEPT,
         "collectives/gather_permute.py": CONCEPT,
+        "data/prepare/duplicates.py": CONCEPT,
         "compat.py": "all that differs between versions of JAX",
         "errors.py": "imported by everything, imports nothing",
         "evaluate.py": ENTRY,
@@ -95,6 +96,7 @@ SHORT = {
         "linen.py": FACADE,
         "mesh.py": "imported by everything that has devices",
         "plot.py": ENTRY,
+        "prepare.py": ENTRY,
         "run.py": ENTRY,
         "serve.py": ENTRY,
         "tensor_parallel.py": FACADE,
