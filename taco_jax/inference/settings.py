@@ -23,7 +23,7 @@ from taco_jax.compression import tuned
 from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
-from taco_jax.models.blocks import implementation
+from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.run_config import Parallel
 
@@ -105,7 +105,7 @@ class Settings:
             enters = ("attn/qkv", "mlp/up")  # their messages are the gradients'
             plan |= {f"{segments[-1].sites_of}/{site}": c for site, c in zip((*ROWS, *enters), (*both, None, None))}
             start = stop
-        chosen = implementation(device, self.dtype, config.head_dim)
+        chosen = "xla" if why_not_cudnn(config) else implementation(device, self.dtype, config.head_dim)
         return Layout(Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen), tuple(segments))
 
     def _resolve(self, n_layers: int, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
