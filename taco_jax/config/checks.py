@@ -99,6 +99,7 @@ LIMITS = {
     "error_feedback": (
         ("chains", 1, "the sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
+        ("model.post_norms", False, "the error of a sum does not pass the normalisation behind it"),
     ),
 }
 

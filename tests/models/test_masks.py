@@ -1,4 +1,4 @@
-"""Sliding windows and documents: gradients on every mesh are those of one device; a document computes what it does alone.
+"""Sliding windows and documents: gradients on every mesh are those of one device; a document is as it is alone.
 
 That a window is where transformers has it is tested in `test_families.py`.
 """
@@ -101,6 +101,6 @@ def test_documents_by_hand():
     assert documents(tokens, None) is None
 
 
-def test_cudnn_is_refused_where_it_cannot(monkeypatch):
+def test_cudnn_is_refused_where_it_cannot():
     with pytest.raises(ConfigError, match="'cudnn': cannot have data.document_mask=True; use 'xla' or leave it out"):
         program(on(STAGES, attention_implementation="cudnn"))
