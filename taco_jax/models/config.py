@@ -59,17 +59,17 @@ class ModelConfig:
     rope_original_length: int | None = None
     """Longest sequence before the scaling; llama3 and yarn need it."""
     rope_low_frequency: float = 1.0
-    """llama3: wavelengths above rope_original_length over this are scaled whole."""
+    """With llama3, wavelengths above rope_original_length over this are scaled whole."""
     rope_high_frequency: float = 4.0
-    """llama3: wavelengths below rope_original_length over this are not scaled."""
+    """With llama3, wavelengths below rope_original_length over this are not scaled."""
     rope_beta_fast: float = 32.0
-    """yarn: rotations within rope_original_length above which a pair is not scaled."""
+    """With yarn, pairs that turn more often than this within rope_original_length are not scaled."""
     rope_beta_slow: float = 1.0
-    """yarn: rotations within rope_original_length below which a pair is scaled whole."""
+    """With yarn, pairs that turn less often than this within rope_original_length are scaled whole."""
     rope_attention_factor: float | None = None
-    """yarn: factor of rotated queries and keys; None: 0.1 ln(rope_factor) + 1."""
+    """With yarn, factor of rotated queries and keys; None: 0.1 ln(rope_factor) + 1."""
     rope_truncate: bool = True
-    """yarn: round the ends of the ramp between scaled and unscaled pairs outwards to whole pairs."""
+    """With yarn, round the ends of the ramp between scaled and unscaled pairs outwards to whole pairs."""
     rope_local_theta: float | None = None
     """Base of the wavelengths in layers with a sliding window, which are never scaled (Gemma 3); None: as in others."""
     sliding_window: int | None = None

@@ -46,6 +46,8 @@ def write(name: str, folder, *, quantise: bool = False, **changes):
     writer.add_token_merges(MERGES)
     writer.add_token_types([1] * (len(words) - 1) + [3])
     writer.add_eos_token_id(len(words) - 1)
+    if "rope_freqs" in changes:
+        writer.add_tensor("rope_freqs.weight", changes["rope_freqs"])
     for theirs, weight in model.state_dict().items():
         array, parts = weight.numpy(), theirs.removeprefix("model.").split(".")
         if hf.tie_word_embeddings and parts[0] == "lm_head":
@@ -79,6 +81,27 @@ def test_weights_and_config_equal_those_of_the_folder(name, tp, tmp_path):
     assert got.keys() == want.keys()
     for path, leaf in want.items():
         np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_llama_3_1(tmp_path, factor):
+    """Written as llama.cpp's converter does, from transformers' own frequencies."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    saved = open_checkpoint(write("llama", tmp_path)[0]).config
+    width, theta = saved.head_dim, saved.rope_theta
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192, "rope_theta": theta}
+    hf = LlamaConfig(head_dim=width, max_position_embeddings=1 << 17, rope_parameters=rope)
+    plain = theta ** (-np.arange(width // 2) / (width // 2))
+    factors = (plain / ROPE_INIT_FUNCTIONS["llama3"](hf)[0].numpy()).astype(np.float32)
+    config = open_checkpoint(write("llama", tmp_path, rope_freqs=factors)[1]).config
+    assert (config.rope_type, config.rope_original_length, config.rope_high_frequency) == ("llama3", 8192, 4.0)
+    assert config.rope_factor == pytest.approx(factor) and factors.max() > 1.5
+    with pytest.raises(ConfigError, match="rope_freqs.weight, whose factors are not Llama 3.1's"):
+        open_checkpoint(write("llama", tmp_path, rope_freqs=factors[::-1].copy())[1])
+    assert open_checkpoint(write("llama", tmp_path, rope_freqs=np.ones_like(factors))[1]).config.rope_type == "default"
 
 
 def test_quantised_weights(tmp_path):
