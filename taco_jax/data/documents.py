@@ -24,11 +24,6 @@ def end_token(config: TrainConfig) -> int | None:
     if not data.document_mask:
         return None
     if data.end_token_id is not None:
-        if data.end_token_id >= vocabulary:
-            raise ConfigError(
-                f"data.end_token_id={data.end_token_id}: must be below model.vocab_size={vocabulary}, else no document "
-                f"ends"
-            )
         return data.end_token_id
     found = {name: _of_folder(name) for name in _names(data.train)}
     ids = sorted(set(found.values()))

@@ -5,6 +5,7 @@ That a window is where transformers has it is tested in `test_families.py`.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from model_helpers import GEMMA, GPT2, QWEN2, WINDOWS, Run, assert_gradients_clo
 from pipeline_programs import EXACT, batch, gradients, on, program, state
 
 from taco_jax.config import ConfigError, DataConfig
+from taco_jax.models import attention
 from taco_jax.models.documents import documents, positions_in_documents
+from taco_jax.models.run_config import Parallel
+from taco_jax.train import step
 
 SLOW = pytest.mark.slow
 END = 7
@@ -99,6 +103,43 @@ def test_documents_by_hand():
     assert numbers.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     assert positions_in_documents(numbers).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
     assert documents(tokens, None) is None
+
+
+@pytest.mark.parametrize("sliding", [True, False])
+def test_cudnn_is_given_the_window_of_the_layer(monkeypatch, sliding):
+    """Its part is taken by XLA's, so that values and gradients show which window a layer got."""
+    asked, attend = [], jax.nn.dot_product_attention
+
+    def record(*args, implementation=None, **options):
+        asked.append((implementation, options.get("local_window_size")))
+        return attend(*args, **options)
+
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, n, 8)) for i, n in enumerate((4, 2, 2)))
+    context = attention.Context(sliding=jnp.array(sliding))
+    square = lambda implementation, config, context: (
+        lambda q: jnp.sum(
+            attention.causal(config, Parallel(attention_implementation=implementation))(q, k, v, context) ** 2
+        )
+    )
+    uniform = dataclasses.replace(WINDOWS, attention_pattern="s", sliding_window=5 if sliding else None)
+    want = jax.jit(jax.grad(square("xla", uniform, attention.Context())))(q)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    for implementation in ("cudnn", "xla"):
+        got = jax.jit(jax.grad(square(implementation, WINDOWS, context)))(q)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert set(asked) == {("cudnn", (4, 0)), ("cudnn", None), ("xla", None)}
+
+
+@SLOW
+def test_stages_with_cudnn_s_two_kinds_of_layers(monkeypatch):
+    attend = jax.nn.dot_product_attention
+    ignore = lambda *args, implementation=None, **options: attend(*args, **options)
+    config = dataclasses.replace(STAGES, data=DataConfig(sequence_length=16))
+    want = gradients(on(config))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", ignore)
+    monkeypatch.setattr(step, "_attention", lambda *_: "cudnn")
+    got = gradients(on(config, dp=2, pp=2, tp=2, schedule="circular"))
+    assert_gradients_close(got.grads, want.grads, exact=True)
 
 
 def test_cudnn_is_refused_where_it_cannot():
