@@ -67,7 +67,7 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
 
         def attend(q_B1NH, k_B1KH, v_B1KH, context):
             written.append(kv.write(cache, index, positions_B, k_B1KH, v_B1KH))
-            return kv.attend(written[0], index, positions_B, q_B1NH, config, context.sliding)
+            return kv.attend(written[0], index, positions_B, q_B1NH, config=config, sliding=context.sliding)
 
         stream = _layer(stream, of_layer, context(index), config, layout=layout, attend=attend, sites_of=sites_of)
         return (stream, written[0]), None

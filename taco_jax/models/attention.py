@@ -1,4 +1,4 @@
-"""What a position attends to: all positions before it, those of a sliding window, those of its own document.
+"""Attention's masks: a position looks back at all before it, at those of a sliding window, of its own document.
 
     causal             j <= i
     sliding window w   i - w < j
@@ -26,7 +26,7 @@ from taco_jax.models.run_config import Parallel
 
 
 class Context(NamedTuple):
-    """What attention needs to know of a layer and its tokens beside the activations.
+    """A layer's part of what attention needs to know beside the activations, and its tokens'.
 
     angles: as in `rope`, None without rotary positions. sliding: whether the layer has the window, a bool of an array;
     None where all layers are alike. documents_BL: the number of each position's document, None where attention crosses

@@ -69,7 +69,7 @@ def rope_fields(hf: Mapping[str, Any], kind: str, max_length: int) -> dict[str, 
 
 
 def _two_ropes(hf: Mapping[str, Any], max_length: int) -> dict[str, Any]:
-    """Of Gemma 3, whose layers with a window have wavelengths of their own, which are not scaled."""
+    """Gemma 3's fields: layers with a window have wavelengths of their own, which are not scaled."""
     both = get(hf, "rope_parameters", dict, {})
     if extra := set(both) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"rope_parameters.{min(extra)}: its keys must be full_attention and sliding_attention")

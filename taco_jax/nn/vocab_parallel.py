@@ -213,7 +213,7 @@ def _nll_sum(axis, vocab_size, precision, softcap, x_nCD, head_DV, targets_nC, w
     head_DV = head_DV.astype(x_nCD.dtype)
 
     def body(total, operands):
-        nll, _ = _chunk(axis, vocab_size, precision, softcap, head_DV, *operands)
+        nll, _ = _chunk(axis, vocab_size, precision, head_DV, *operands, softcap=softcap)
         return total + nll, None
 
     zero = jnp.zeros_like(weights_nC[0, 0])
@@ -226,7 +226,7 @@ def _nll_sum_forward(axis, vocab_size, precision, softcap, x_nCD, head_DV, targe
 
     def body(carry, operands):
         total, d_head_DV = carry
-        nll, d_logits_CV = _chunk(axis, vocab_size, precision, softcap, cast_DV, *operands)
+        nll, d_logits_CV = _chunk(axis, vocab_size, precision, cast_DV, *operands, softcap=softcap)
         d_logits_CV = d_logits_CV.astype(x_nCD.dtype)
         d_x_CD = jnp.matmul(d_logits_CV, cast_DV.T, precision=precision)
         d_head_DV += _product(operands[0].T, d_logits_CV, precision)
@@ -246,7 +246,7 @@ def _nll_sum_backward(axis, vocab_size, precision, softcap, gradients, ct):
 _nll_sum.defvjp(_nll_sum_forward, _nll_sum_backward)
 
 
-def _chunk(axis, vocab_size, precision, softcap, head_DV, x_CD, targets_C, weights_C):
+def _chunk(axis, vocab_size, precision, head_DV, x_CD, targets_C, weights_C, softcap):
     """(sum of weighted nll, its gradient with respect to the local logits as float32[C, V]) of one chunk."""
     own_CV = _capped(_product(x_CD, head_DV, precision), softcap)
     logits_CV, hit_CV, lse_C, nll_C = _log_likelihood(axis, vocab_size, own_CV, targets_C)
