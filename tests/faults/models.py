@@ -128,7 +128,7 @@ MUTANTS = (
         "every stage has the windows of the first one",
         "taco_jax/pipeline/stages.py",
         "return None if windows is None else own(windows, chunks)",
-        "return None if windows is None else windows.reshape(chunks, -1)[:, : 8 // chunks // lax.axis_size(AXIS)]",
+        "return None if windows is None else windows.reshape(chunks, -1)[:, : 4 // chunks // lax.axis_size(AXIS)]",
         ("tests/models/test_masks.py -k stages",),
     ),
     Mutant(

@@ -25,9 +25,9 @@ END = 7
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(Run(WINDOWS, tp=4, dp=2, sequence_parallel=True, remat="dots", end_token=END), id="windows"),
         pytest.param(Run(GEMMA, tp=2, chains=2, end_token=END), id="gemma-chains"),
-        pytest.param(Run(GPT2, tp=2, sequence_parallel=True, end_token=END), id="gpt2-documents"),
+        pytest.param(Run(WINDOWS, tp=4, dp=2, sequence_parallel=True, remat="dots"), marks=SLOW, id="windows"),
+        pytest.param(Run(GPT2, tp=2, sequence_parallel=True, end_token=END), marks=SLOW, id="gpt2-documents"),
         pytest.param(Run(GEMMA, tp=4, dp=2, sequence_parallel=True, remat="full"), marks=SLOW, id="gemma-sequence"),
         pytest.param(Run(GEMMA, tp=2, chains=4, remat="dots"), marks=SLOW, id="gemma-dots"),
         pytest.param(Run(GEMMA, tp=8, chains=2, remat="full", end_token=END), marks=SLOW, id="gemma-full"),
@@ -53,7 +53,7 @@ def test_compressed_gradients_of_post_norms():
 
 STAGES = dataclasses.replace(
     EXACT,
-    model=dataclasses.replace(WINDOWS, n_layers=8, attention_pattern="sff"),
+    model=dataclasses.replace(GPT2, n_layers=4, sliding_window=5, attention_pattern="sff"),
     data=DataConfig(sequence_length=16, document_mask=True, end_token_id=END),
 )
 
@@ -73,14 +73,22 @@ def test_stages_have_the_windows_and_documents_of_one_device(mesh):
     assert_gradients_close(got.grads, want.grads, exact=True)
 
 
-@pytest.mark.parametrize("mesh", [dict(pp=2, schedule="circular"), pytest.param(dict(tp=2), marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("mesh", [dict(pp=2, schedule="circular"), dict(tp=2)])
 def test_validation_has_the_mask_too(mesh):
     p = program(on(STAGES, **mesh))
     nll, count = p.eval_step(state(p), batch(p))
     assert float(nll / count) == pytest.approx(gradients(on(STAGES)).loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", [QWEN2, GPT2, pytest.param(WINDOWS, marks=SLOW)], ids=["rope", "learned", "windows"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GPT2, id="learned"),
+        pytest.param(QWEN2, marks=SLOW, id="rope"),
+        pytest.param(WINDOWS, marks=SLOW, id="windows"),
+    ],
+)
 def test_a_document_computes_what_it_does_alone(config):
     run = Run(config, tp=2, batch=2, end_token=END)
     tokens = run.batch_arrays()[0]
@@ -105,7 +113,7 @@ def test_documents_by_hand():
     assert documents(tokens, None) is None
 
 
-@pytest.mark.parametrize("sliding", [True, False])
+@pytest.mark.parametrize("sliding", [True, pytest.param(False, marks=SLOW)])
 def test_cudnn_is_given_the_window_of_the_layer(monkeypatch, sliding):
     """Its part is taken by XLA's, so that values and gradients show which window a layer got."""
     asked, attend = [], jax.nn.dot_product_attention
