@@ -47,8 +47,18 @@ def test_every_leaf_of_gemma_has_a_gradient():
 
 
 @SLOW
-def test_compressed_gradients_of_post_norms():
-    check_decoder(Run(GEMMA, tp=2, codec="int8h", chains=2))
+def test_compressed_chains_of_post_norms_are_one_chain():
+    """Two ranks exchange in blocks that do not cross sequences: each value is quantised alike in any chain.
+
+    Another order of a sum may put a value on the other side of a rounding threshold."""
+    loss, got, amax = Run(GEMMA, tp=2, codec="taco", chains=2).gradients()
+    want_loss, want, want_amax = Run(GEMMA, tp=2, codec="taco").gradients()
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    whole = np.sqrt(sum(np.linalg.norm(leaf) ** 2 for leaf in want.values()))
+    for path, leaf in want.items():
+        assert np.linalg.norm(got[path] - leaf) <= 5e-3 * whole, path
+    for site, slot in want_amax.items():
+        np.testing.assert_allclose(amax[site], slot, rtol=2e-2, err_msg=site)
 
 
 STAGES = dataclasses.replace(
