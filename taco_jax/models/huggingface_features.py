@@ -219,8 +219,8 @@ def model_type(config: ModelConfig) -> str:
       ValueError: a mixture that no family has, with its fields.
     """
     if config.positions == "learned":
-        return "gpt2"
-    if config.norm_plus_one:
+        kind = "gpt2"
+    elif config.norm_plus_one:
         kind = "gemma" if not config.post_norms else "gemma3_text" if config.qk_norm else "gemma2"
     elif config.qk_norm:
         kind = "qwen3"
@@ -231,20 +231,20 @@ def model_type(config: ModelConfig) -> str:
     gemma, later = kind in GEMMA, kind in GEMMA[1:]
     biases = config.qkv_bias or config.out_bias or config.mlp_bias
     unfit = {
+        "norm_plus_one": config.norm_plus_one != gemma,
         "scale_embedding": config.scale_embedding != gemma,
         "post_norms": config.post_norms != later,
         "attention_scale": config.attention_scale is not None and not later,
         "attention_softcap": config.attention_softcap is not None and kind != "gemma2",
         "logit_softcap": config.logit_softcap is not None and not later,
-        "sliding_window": config.sliding_window is not None and (kind == "gemma" or (kind == "mistral" and biases)),
+        "sliding_window": config.sliding_window is not None
+        and (kind in ("gpt2", "gemma") or (kind == "mistral" and biases)),
         "attention_pattern": config.attention_pattern != "s" and kind == "mistral",
         "rope_local_theta": (config.rope_local_theta is not None) != (kind == "gemma3_text" and bool(config.windows)),
     }
     if wrong := [key for key, is_so in unfit.items() if is_so]:
         said = ", ".join(f"{key}={getattr(config, key)!r}" for key in wrong)
-        raise ValueError(
-            f"{said}: no Hugging Face model has it with the rest of this config, which is nearest to {kind}"
-        )
+        raise ValueError(f"{said}: no Hugging Face model has it with the rest of this config; {kind} is the nearest")
     return kind
 
 

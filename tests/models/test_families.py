@@ -75,3 +75,46 @@ def test_weights_go_back(name):
     assert back.keys() == state.keys()
     for key, value in state.items():
         np.testing.assert_array_equal(back[key], value)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"positions": "learned", "sliding_window": 4}, "sliding_window=4: .*; gpt2 is the nearest"),
+        ({"sliding_window": 4, "attention_pattern": "sf"}, "attention_pattern='sf': .*; mistral is the nearest"),
+        ({"sliding_window": 4, "mlp_bias": True}, "sliding_window=4: .*; mistral is the nearest"),
+        ({"norm_plus_one": True}, "scale_embedding=False: .*; gemma is the nearest"),
+        ({"logit_softcap": 3.0, "qk_norm": True}, "logit_softcap=3.0: .*; qwen3 is the nearest"),
+        ({"attention_scale": 0.5}, "attention_scale=0.5: .*; llama is the nearest"),
+    ],
+)
+def test_mixtures_that_no_family_has(changes, said):
+    with pytest.raises(ValueError, match=said):
+        feature_keys(ModelConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rope_type": "yarn", "rope_factor": 2.0}, "rope_original_length=None: must be the longest sequence before"),
+        ({"rope_factor": 2.0}, "rope_factor=2.0: is of rope_type=linear, llama3 or yarn, not of 'default'"),
+        ({"rope_type": "linear", "positions": "learned"}, "rope_type='linear': needs positions='rope'"),
+        ({"rope_local_theta": 1e4}, "rope_local_theta=10000.0: is of layers with a sliding_window"),
+        ({"sliding_window": True}, "sliding_window=True: must be an integer of at least 1, or None"),
+        ({"attention_pattern": "sf"}, "attention_pattern='sf': is of a model with a sliding_window"),
+        ({"attention_pattern": "fff", "sliding_window": 4}, "attention_pattern='fff': leaves no layer a window"),
+        ({"attention_pattern": "", "sliding_window": 4}, "attention_pattern='': must be letters s"),
+        ({"attention_softcap": 0.0}, "attention_softcap=0.0: must be above 0 and finite, such as 50.0"),
+        ({"post_norms": True, "norm": "layernorm"}, "post_norms=True: needs norm='rmsnorm', not 'layernorm'"),
+    ],
+)
+def test_rules_of_the_fields(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**changes)
+
+
+def test_equal_patterns_are_equal_configs():
+    of = lambda pattern: ModelConfig(n_layers=4, sliding_window=4, attention_pattern=pattern)
+    assert of("sf") == of("sfsf") == of("sfsfs") and of("sf").windows == (True, False, True, False)
+    assert of("ssss") == of("s") and of("s").windows is True and hash(of("ffs")) == hash(of("ffsf"))
+    assert ModelConfig().windows is False
