@@ -19,6 +19,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_batch(config)
     _check_model(config)
     _check_stages(config)
+    _check_documents(config)
     _check_limits(config)
     parse_devices(config.devices)
     return config
@@ -89,6 +90,19 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
+def _check_documents(config: TrainConfig) -> None:
+    token, vocabulary = config.data.end_token_id, config.model.vocab_size
+    if token is None:
+        return
+    if not config.data.document_mask:
+        raise ConfigError(
+            f"data.end_token_id={token}: is used with data.document_mask alone; set that too, or leave it out"
+        )
+    if token >= vocabulary:
+        rule = f"must be below model.vocab_size={vocabulary}, else no document ends"
+        raise ConfigError(f"data.end_token_id={token}: {rule}")
+
+
 # Setting -> (key, its limit, why the setting is never used beyond).
 LIMITS = {
     "with_product": (
@@ -99,6 +113,7 @@ LIMITS = {
     "error_feedback": (
         ("chains", 1, "the sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
+        ("model.post_norms", False, "the error of a sum does not pass the normalisation behind it"),
     ),
 }
 

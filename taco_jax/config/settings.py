@@ -185,6 +185,10 @@ class DataConfig(Checked):
     """Share of a source that is held out where it has no validation part and data.validation is None."""
     sequence_length: int = 256
     """Tokens per sequence that the model predicts."""
+    document_mask: bool = False
+    """Keep attention inside documents, which end with end_token_id; learned positions start again in each."""
+    end_token_id: int | None = None
+    """Token that ends a document, for document_mask; None takes it from meta.json of the folders of data.train."""
     token_dtype: str = "auto"
     """Token type of .bin files: uint16, uint32 or auto (.u16.bin and .u32.bin say it, else by vocabulary size)."""
     prefetch: int = 2
@@ -205,6 +209,7 @@ class DataConfig(Checked):
         check_validation(self.validation)
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must be between 0 and 1")
         self.at_least(1, "sequence_length")
+        self.at_least(0, "end_token_id", or_none=" to take that of the data's folder")
         self.one_of("token_dtype", TOKEN_DTYPES)
         self.at_least(0, "prefetch")
 

@@ -10,14 +10,14 @@ import dataclasses
 import re
 from pathlib import Path
 
-from taco_jax.config import DataConfig
+from taco_jax.config import DataConfig, TrainConfig
 from taco_jax.config.data_sources import DataSource, proportions
 from taco_jax.data import tokens as raw
 from taco_jax.data.prepared import FILE_NAME, META, Prepared, is_prepared, open_prepared
 from taco_jax.data.stream import TokenStream
 from taco_jax.data.token_files import TOKEN_SUFFIXES, check_stream, megatron_prefix, open_token_file
 from taco_jax.data.tokens import CORPORA, DataError, check_ids, read_text
-from taco_jax.errors import did_you_mean
+from taco_jax.errors import ConfigError, did_you_mean
 
 # Words in the names of files that say what their tokens are for.
 VALIDATION_WORDS, TEST_WORDS = {"val", "valid", "validation"}, {"test"}
@@ -113,6 +113,32 @@ def prepared_folders(sources: tuple[DataSource, ...]) -> list[Prepared]:
     found = [open_prepared(source.name) for source in sources if is_prepared(source.name)]
     _check_tokenizers(found)
     return found
+
+
+def end_token(config: TrainConfig) -> int | None:
+    """The id at which attention stops looking back; None without data.document_mask.
+
+    Raises:
+      ConfigError: no folder of data.train says which it is, or two of them differ, or the model has no such token.
+    """
+    data, vocabulary = config.data, config.model.vocab_size
+    if not data.document_mask:
+        return None
+    if data.end_token_id is not None:
+        return data.end_token_id
+    for source in data.sources:
+        if not is_prepared(source.name):
+            raise ConfigError(
+                f"data.end_token_id=None: data.document_mask needs it, and data.train={source.name!r} is no prepared "
+                f"folder with a {META} that says it; set data.end_token_id"
+            )
+    folder = prepared_folders(data.sources)[0]
+    if folder.end_id >= vocabulary:
+        raise ConfigError(
+            f"data.train={str(folder.folder)!r}: its documents end with token {folder.end_id}, which must be below "
+            f"model.vocab_size={vocabulary}"
+        )
+    return folder.end_id
 
 
 def _check_tokenizers(folders: list[Prepared]) -> None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from taco_jax.models.attention import cached
 from taco_jax.models.config import ModelConfig
 
 
@@ -51,9 +52,11 @@ def write(cache: KVCache, layer: jax.Array, positions_B: jax.Array, k_B1KH: jax.
     return KVCache(put(cache.keys, k_B1KH), put(cache.values, v_B1KH))
 
 
-def attend(cache: KVCache, layer: jax.Array, positions_B: jax.Array, q_B1QH: jax.Array) -> jax.Array:
-    """`softmax(q k^T / sqrt(H)) v` over the slots up to each row's position, [B, 1, Q, H]."""
+def attend(cache: KVCache, layer: jax.Array, positions_B: jax.Array, q_B1QH: jax.Array, config: ModelConfig,
+           sliding: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    """`softmax(q k^T / sqrt(H)) v` over the slots up to each row's position, [B, 1, Q, H]; sliding as in `Context`.
+
+    A sliding window leaves out older slots. The cache keeps them, so it is as large as without one.
+    """
     keys_BSKH, values_BSKH = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in cache)
-    return jax.nn.dot_product_attention(
-        q_B1QH, keys_BSKH, values_BSKH, key_value_seq_lengths=positions_B + 1, implementation="xla"
-    )
+    return cached(config, positions_B, keys_BSKH.shape[1])(q_B1QH, keys_BSKH, values_BSKH, sliding)

@@ -20,7 +20,8 @@ from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
 from taco_jax.inference.settings import ROWS, Layout
 from taco_jax.models import decoder
-from taco_jax.models.blocks import causal, norm, rope_angles
+from taco_jax.models.attention import causal, contexts, windows_of
+from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.overlap import one_chain_layer
 from taco_jax.models.projections import ResidualStream, finish_stream, init_stream
@@ -36,16 +37,17 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
     """
     par = layout.par
     params = decoder.use_replicated_params(params, config, par)
-    angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
+    context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
 
     def layer(stream, index, of_layer, sites_of):
         kept = []
 
-        def attend(q_BLNH, k_BLKH, v_BLKH):
+        def attend(q_BLNH, k_BLKH, v_BLKH, context):
             kept.extend((k_BLKH, v_BLKH))
-            return causal(par)(q_BLNH, k_BLKH, v_BLKH)
+            return causal(config, par)(q_BLNH, k_BLKH, v_BLKH, context)
 
-        return _layer(stream, of_layer, angles_LH, config, layout=layout, attend=attend, sites_of=sites_of), tuple(kept)
+        stream = _layer(stream, of_layer, context(index), config, layout=layout, attend=attend, sites_of=sites_of)
+        return stream, tuple(kept)
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
@@ -57,17 +59,17 @@ def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, 
            layout: Layout) -> tuple[jax.Array, KVCache]:  # fmt: skip
     """(logits float32[B, V] of what follows, the cache with the tokens put at their positions)."""
     params = decoder.use_replicated_params(params, config, layout.par)
-    angles_B1H = angles(config, positions_B[:, None])
+    context = contexts_by_layer(config, positions_B[:, None])
 
     def layer(carry, index, of_layer, sites_of):
         stream, cache = carry
         written = []
 
-        def attend(q_B1NH, k_B1KH, v_B1KH):
+        def attend(q_B1NH, k_B1KH, v_B1KH, context):
             written.append(kv.write(cache, index, positions_B, k_B1KH, v_B1KH))
-            return kv.attend(written[0], index, positions_B, q_B1NH)
+            return kv.attend(written[0], index, positions_B, q_B1NH, config=config, sliding=context.sliding)
 
-        stream = _layer(stream, of_layer, angles_B1H, config, layout=layout, attend=attend, sites_of=sites_of)
+        stream = _layer(stream, of_layer, context(index), config, layout=layout, attend=attend, sites_of=sites_of)
         return (stream, written[0]), None
 
     x_B1D = decoder.embed(params, tokens_B[:, None], config, layout.par, state={}, positions_BL=positions_B[:, None])
@@ -99,19 +101,20 @@ def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tu
     return carry, results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 
-def angles(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-    """`rope_angles`, None for a model with learned positions."""
-    return rope_angles(config, positions) if config.positions == "rope" else None
+def contexts_by_layer(config: ModelConfig, positions: jax.Array) -> Callable:
+    """Returns f(index of a layer) -> its `Context`, for positions as in `rope_angles`."""
+    make, windows_N = contexts(config, positions), windows_of(config)
+    return lambda index: make(None if windows_N is None else windows_N[index])
 
 
 def _layer(
-    stream: ResidualStream, of_layer, angles, config: ModelConfig, layout: Layout, attend, sites_of: str
+    stream: ResidualStream, of_layer, context, config: ModelConfig, layout: Layout, attend, sites_of: str
 ) -> ResidualStream:
     sublayers = decoder.sublayers(config, layout.par, attend, sites_of)
-    return one_chain_layer(sublayers, layout.par)(stream, of_layer, layout.scales(), angles)
+    return one_chain_layer(sublayers, layout.par)(stream, of_layer, layout.scales(), context)
 
 
 def _logits(params, stream: ResidualStream, config: ModelConfig, layout: Layout) -> jax.Array:
     x_B1D = finish_stream(stream, layout.par, "error")
-    x_B1D = norm(x_B1D, params["final_norm"], config.norm_eps)
+    x_B1D = norm(x_B1D, params["final_norm"], config)
     return decoder.head_logits(params, x_B1D, config, layout.par, {})[:, 0]

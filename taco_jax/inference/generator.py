@@ -71,8 +71,8 @@ class Generator:
 
     Args:
       model: a Hugging Face folder (config.json, tokenizer.json, model.safetensors or shards with an index) of GPT-2,
-        Llama, Qwen2 or Qwen3, or a .gguf file; a training run's folder, "runs/x" for its latest checkpoint or
-        "runs/x@340" for that of step 340; or what `open_checkpoint` returns.
+        Llama, Mistral, Qwen2, Qwen3 or Gemma, or a .gguf file; a training run's folder, "runs/x" for its latest
+        checkpoint or "runs/x@340" for that of step 340; or what `open_checkpoint` returns.
       tp: tensor-parallel ranks, the first `tp` of `devices` (default: `jax.devices()`).
       compression: codec of the sums after row-parallel products (a preset's name, such as "mxfp4", with fields changed
         as in "int4h,block=32"; a Codec), or a `Compression` with other options: Compression("mxfp4", link="nccl").

@@ -17,6 +17,7 @@ import numpy as np
 
 from taco_jax.config import ConfigError
 from taco_jax.inference import gguf_header
+from taco_jax.inference.gguf_rope import rope_scaling
 from taco_jax.inference.templates import Template
 from taco_jax.inference.tensors import check_sizes
 from taco_jax.inference.text import CONTROL, PRE, Tokenizer, byte_level_bpe
@@ -32,8 +33,9 @@ IN_LAYER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-# Factors of rotary frequencies: a scaling that the decoder does not have, refused below.
-FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Factors of rotary frequencies: Llama 3.1's, and others, which are refused below.
+LLAMA3_FACTORS = "rope_freqs.weight"
+FACTORS = (LLAMA3_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 # Tokens that llama.cpp ends texts at by their names, because files rarely say that they do.
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
@@ -43,23 +45,21 @@ ENDS = (
 # that are not read below are refused.
 NEUTRAL = {
     "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
-    "attention.sliding_window": (0,), "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_count": (0,),
+    "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_count": (0,),
     "expert_used_count": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1), "nextn_predict_layers": (0,),
-    "residual_scale": (0, 1), "rope.scale_linear": (0, 1), "rope.scaling.alpha": (0,),
-    "rope.scaling.attn_factor": (0, 1), "rope.scaling.factor": (0, 1), "rope.scaling.type": ("none", "linear"),
+    "residual_scale": (0, 1), "rope.scaling.alpha": (0,), "rope.scaling.attn_factor": (0, 1),
     "rope.scaling.yarn_attn_factor": (0, 1), "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }  # fmt: skip
 READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.scale", "attention.value_length", "block_count", "context_length", "embedding_length",
-    "feed_forward_length", "rope.dimension_count", "rope.freq_base", "vocab_size",
+    "attention.scale", "attention.sliding_window", "attention.value_length", "block_count", "context_length",
+    "embedding_length", "feed_forward_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
-# Said of scaled positions, which are refused, or of what is no part of the forward pass.
-UNUSED = {
-    "pooling_type", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier",
-}  # fmt: skip
+# No part of the forward pass.
+UNUSED = {"pooling_type", "rope.scaling.finetuned"}
 
 
 def open_file(path: Path) -> tuple[ModelConfig, GGUFTensors, Tokenizer | None, frozenset[int], Template | None]:
@@ -129,18 +129,28 @@ def _config(fields: _Fields, kind: str, tensors: GGUFTensors) -> ModelConfig:
         raise ConfigError(f"{fields.path}: the tensor token_embd.weight has shape {list(table)}: must have two dims")
     vocabulary = table[0]
     _refuse_unknown(fields, kind, head_dim, vocabulary)
-    if tensors.factors:
-        raise ConfigError(f"{fields.path}: has {tensors.factors[0]}: this decoder has only plain rotary positions")
+    if others := [name for name in tensors.factors if name != LLAMA3_FACTORS]:
+        raise ConfigError(f"{fields.path}: has {others[0]}: this decoder has no scaling of rotary positions by it")
+    longest = of("context_length")
+    scaling = rope_scaling(fields, kind, longest, head_dim, tensors.read_factors(LLAMA3_FACTORS))
+    window = of("attention.sliding_window", 0)
+    window = window if 0 < window < longest else None  # a longer one leaves nothing out
+    if window and kind != "llama":
+        raise ConfigError(
+            f"{fields.path}: {kind}.attention.sliding_window={window}: the file does not say which layers have it; its "
+            f"Hugging Face folder does"
+        )
     try:
         return huggingface.config_from_hf(
             {
-                "model_type": kind, "vocab_size": vocabulary, "hidden_size": width,
+                "model_type": "mistral" if window else kind, "sliding_window": window, "rope_scaling": scaling,
+                "vocab_size": vocabulary, "hidden_size": width,
                 "num_hidden_layers": of("block_count"), "num_attention_heads": heads,
                 "num_key_value_heads": of("attention.head_count_kv", heads), "head_dim": head_dim,
                 "intermediate_size": of("feed_forward_length"), "hidden_act": "silu",
                 "rms_norm_eps": of("attention.layer_norm_rms_epsilon", of=float),
                 "rope_theta": of("rope.freq_base", 10_000.0, of=float),
-                "max_position_embeddings": of("context_length"), "tie_word_embeddings": "lm_head.weight" not in names,
+                "max_position_embeddings": longest, "tie_word_embeddings": "lm_head.weight" not in names,
                 "attention_bias": kind == "llama" and "layers.0.self_attn.o_proj.bias" in names,
             }
         )  # fmt: skip
@@ -157,7 +167,6 @@ def _refuse_unknown(fields: _Fields, kind: str, head_dim: int, vocabulary: int) 
         "rope.dimension_count": (head_dim,),
         "vocab_size": (vocabulary,),
     }
-    unscaled = fields.get(f"{kind}.rope.scaling.type", None) == "none"  # llama.cpp then reads no factor
     for name in fields.names(f"{kind}."):
         key = f"{kind}.{name}"
         if name == "attention.scale":  # 0 is the usual one, 1 / sqrt(head_dim)
@@ -166,8 +175,7 @@ def _refuse_unknown(fields: _Fields, kind: str, head_dim: int, vocabulary: int) 
                 raise ConfigError(f"{fields.path}: {key}={value}: this decoder has only {head_dim**-0.5:.6g}")
         elif name in allowed:
             value = fields.get(key)
-            factor = unscaled and name in ("rope.scaling.factor", "rope.scale_linear")
-            if value not in allowed[name] and not factor:
+            if value not in allowed[name]:
                 raise ConfigError(f"{fields.path}: {key}={value!r}: this decoder has only {key}={allowed[name][0]!r}")
         elif name not in READ | UNUSED:
             raise ConfigError(f"{fields.path}: has the key {key}, whose meaning is not known here")
@@ -176,12 +184,12 @@ def _refuse_unknown(fields: _Fields, kind: str, head_dim: int, vocabulary: int) 
 class GGUFTensors:
     """The file's tensors under their Hugging Face names. interleaved: {part of a name: heads} whose rows are turned.
 
-    factors: the names of those that scale rotary positions.
+    factors: those that scale rotary positions, by their own names.
     """
 
     def __init__(self, path: Path, reader: Any, dequantize: Any):
         self._path, self._dequantize = path, dequantize
-        self.factors = [tensor.name for tensor in reader.tensors if tensor.name in FACTORS]
+        self.factors = {tensor.name: tensor for tensor in reader.tensors if tensor.name in FACTORS}
         self._tensors = {_name(tensor.name): tensor for tensor in reader.tensors if tensor.name not in FACTORS}
         if len(self._tensors) + len(self.factors) < len(reader.tensors):
             names = sorted(_name(tensor.name) for tensor in reader.tensors)
@@ -206,14 +214,20 @@ class GGUFTensors:
     def check_types(self) -> None:
         """Does nothing: what can be dequantised shows when it is read."""
 
-    def _read(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
+    def read_factors(self, name: str) -> np.ndarray | None:
+        """One of `factors`, float32[n]; None where there is none of that name."""
+        return self._dequantised(self.factors[name]).reshape(-1) if name in self.factors else None
+
+    def _dequantised(self, tensor: Any) -> np.ndarray:
         try:
             with np.errstate(all="ignore"):  # of infinite scales, which are refused when it is on its way to a device
-                array = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(self.shape(name))
+                return self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         except (NotImplementedError, ValueError) as error:
             kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
             raise ConfigError(f"{self._path}: the tensor {tensor.name!r} is of type {kind}: {error}") from None
+
+    def _read(self, name: str) -> np.ndarray:
+        array = self._dequantised(self._tensors[name]).reshape(self.shape(name))
         for part, heads in self.interleaved.items():
             if part in name:
                 rows = array.reshape(heads, -1, 2, *array.shape[1:])

@@ -25,15 +25,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.collectives import comm_log
-from taco_jax.inference.forward import angles, scan_layers, stream_of
+from taco_jax.inference.forward import contexts_by_layer, scan_layers, stream_of
 from taco_jax.inference.settings import ROWS, Layout, Settings
 from taco_jax.models import decoder
-from taco_jax.models.blocks import causal, norm
+from taco_jax.models.attention import causal
+from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.params import param_specs
 from taco_jax.models.projections import (
     ResidualStream,
-    add_bias,
     column_input,
     finish_stream,
     reduce_partials,
@@ -127,14 +127,14 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
     the exact sum beside every compressed one (zeros where there is none)."""
     par, scales = layout.par, layout.scales()
     params = decoder.use_replicated_params(params, config, par)
-    angles_LH = angles(config, jnp.arange(tokens_BL.shape[1]))
+    context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
 
     def layer(stream, index, of_layer, sites_of):
         (x_BLD, error_BLD), power = stream, {}
-        for sublayer, site in zip(decoder.sublayers(config, par, causal(par), sites_of), ROWS):
+        for sublayer, site in zip(decoder.sublayers(config, par, causal(config, par), sites_of), ROWS):
             out = of_layer[sublayer.name][sublayer.out_name]
             h_BLD = column_input(sublayer.norm(x_BLD, of_layer[sublayer.norm_name]), par, {}, sublayer.in_site)
-            y_BLD = row_partial(sublayer.core(h_BLD, of_layer[sublayer.name], angles_LH), out["kernel"], par)
+            y_BLD = row_partial(sublayer.core(h_BLD, of_layer[sublayer.name], context(index)), out["kernel"], par)
             whole_BLD, compression = y_BLD.astype(jnp.float32), par.compression(sublayer.out_site)
             if error_BLD is None:
                 sum_BLD = reduce_partials(y_BLD, par, scales, sublayer.out_site)
@@ -147,10 +147,10 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
                 exact_BLD = lax.psum(whole_BLD, par.axis)
                 squares = jnp.square(exact_BLD), jnp.square(sum_BLD.astype(jnp.float32) - exact_BLD)
             power[f"layers/{site}"] = jnp.stack([jnp.sum(square) for square in squares])
-            x_BLD += add_bias(sum_BLD, out)
+            x_BLD += sublayer.branch(sum_BLD, sublayer.branch_params(of_layer))
         return ResidualStream(x_BLD, error_BLD), power
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, power = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
-    x_BLD = norm(finish_stream(stream, par, "error"), params["final_norm"], config.norm_eps)
+    x_BLD = norm(finish_stream(stream, par, "error"), params["final_norm"], config)
     return *decoder.head_score(params, x_BLD, targets_BL, config, par), power

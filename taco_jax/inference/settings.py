@@ -23,7 +23,7 @@ from taco_jax.compression import tuned
 from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
-from taco_jax.models.blocks import implementation
+from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.run_config import Parallel
 
@@ -91,7 +91,7 @@ class Settings:
         """
         try:
             validate(config, self.tp)
-            of_layers = self._resolve(config.n_layers, device, decoding)
+            of_layers = self._resolve(config, device, decoding)
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:
@@ -105,16 +105,18 @@ class Settings:
             enters = ("attn/qkv", "mlp/up")  # their messages are the gradients'
             plan |= {f"{segments[-1].sites_of}/{site}": c for site, c in zip((*ROWS, *enters), (*both, None, None))}
             start = stop
-        chosen = implementation(device, self.dtype, config.head_dim)
+        chosen = "xla" if why_not_cudnn(config) else implementation(device, self.dtype, config.head_dim)
         return Layout(Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen), tuple(segments))
 
-    def _resolve(self, n_layers: int, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
+    def _resolve(self, config: ModelConfig, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
         """Returns how each layer sends, a value for each of ROWS."""
+        n_layers = config.n_layers
+        resolved = lambda found: self._resolved(found, device, decoding, can_feed_back=not config.post_norms)
         rules = {
-            pattern: self._resolved(self._in_codecs(self.compression, value, f"plan {pattern}"), device, decoding)
+            pattern: resolved(self._in_codecs(self.compression, value, f"plan {pattern}"))
             for pattern, value in self.plan.items()
         }
-        rest = self._resolved(self.compression, device, decoding)
+        rest = resolved(self.compression)
         names = {f"layers/{layer}/{row}": (layer, row) for layer in range(n_layers) for row in ROWS}
         general = [f"layers/{row}" for row in ROWS]
         Plan(rules).resolve([*general, *names])  # refuses what matches nothing
@@ -138,12 +140,16 @@ class Settings:
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
 
-    def _resolved(self, found: Compression, device, decoding: bool) -> Compression | None:
+    def _resolved(self, found: Compression, device, decoding: bool, can_feed_back: bool) -> Compression | None:
         """Returns `found` with what it leaves open decided, None where it sends exactly. There are no gradients."""
         if found.codecs[0].exact:
             return None
+        if found.error_feedback and not can_feed_back:
+            raise ConfigError(
+                "error_feedback=True: the model normalises its sums, which errors do not pass; leave it out"
+            )
         if found.error_feedback is None:
-            found = dataclasses.replace(found, error_feedback=_feedback_pays(found, device))
+            found = dataclasses.replace(found, error_feedback=can_feed_back and _feedback_pays(found, device))
         if decoding and found.min_bytes is None:
             least = tuned.default_min_bytes(found.codecs[0].name, self.tp, device, found.link)
             found = dataclasses.replace(found, min_bytes=max(least, DECODE_MIN_BYTES))

@@ -1,7 +1,8 @@
 """The parts of a decoder layer up to their last product: normalisation, causal self-attention, mlp.
 
 Norms are computed in float32, so that gradients of scale and bias are summed in float32 too. Attention has grouped kv
-heads, rotary positions and qk-norm; the mlp is plain or gated.
+heads, rotary positions (`taco_jax.models.rope`) and qk-norm; the mlp is plain or gated. What a position attends to is
+in `taco_jax.models.attention`.
 
 Dims: B batch, L length, D model, N query heads, K kv heads, H head dim, F mlp. N, K and F are local: 1/tp of the
 model's, but K is 1 where kv heads are replicated.
@@ -9,7 +10,6 @@ model's, but K is 1 where kv heads are replicated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import compute_capability
+from taco_jax.models.attention import Attend, Context
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.projections import Dense, column_parallel
+from taco_jax.models.rope import attention_factor, rope
 from taco_jax.models.run_config import Parallel
 
 
@@ -37,11 +38,12 @@ def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) 
     return (normal * scale_D + bias_D).astype(x.dtype)
 
 
-def norm(x_BLD: jax.Array, params: Mapping[str, jax.Array], eps: float) -> jax.Array:
+def norm(x_BLD: jax.Array, params: Mapping[str, jax.Array], config: ModelConfig) -> jax.Array:
     """The normalisation whose parameters these are: LayerNorm if they have a bias, else RMSNorm."""
     if "bias" in params:
-        return layer_norm(x_BLD, params["scale"], params["bias"], eps)
-    return rms_norm(x_BLD, params["scale"], eps)
+        return layer_norm(x_BLD, params["scale"], params["bias"], config.norm_eps)
+    scale = params["scale"]
+    return rms_norm(x_BLD, 1 + scale if config.norm_plus_one else scale, config.norm_eps)
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
@@ -69,23 +71,6 @@ def kv_replicated(config: ModelConfig, tp: int) -> bool:
     return config.n_kv_heads % tp != 0
 
 
-def rope_angles(config: ModelConfig, positions: jax.Array) -> jax.Array:
-    """Rotation angles `position * theta^(-2i/H)` of integer positions [...], float32[..., H/2]."""
-    half = config.head_dim // 2
-    frequencies_H = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return positions.astype(jnp.float32)[..., None] * frequencies_H
-
-
-def rope(x_BLNH: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]) by its position's angle, in float32; the pairing of Llama and Qwen.
-
-    `angles` is [L, H/2], or [B, L, H/2] where the sequences of a batch are at positions of their own.
-    """
-    first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BLNH.dtype)
-
-
 def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
     """The columns of the one kv head that this rank's query heads share, out of replicated weights."""
     head = lax.axis_index(par.axis) * config.n_kv_heads // lax.axis_size(par.axis)
@@ -93,30 +78,9 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
     return {name: columns(weight) for name, weight in dense.items()}
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q_BLNH, k_BLKH, v_BLKH) of this rank's heads -> y_BLNH."""
-
-
-def implementation(device, dtype: Any, head_dim: int) -> str:
-    """Returns what jax.nn.dot_product_attention runs for whole sequences: "cudnn", whose memory grows with the
-    sequence, where cuDNN has it (NVIDIA GPUs from compute capability 8.0 on, 16-bit types, head dims of multiples of 8
-    up to 128), else "xla", which holds the scores of all pairs of positions at once."""
-    capability = compute_capability(device) if device.platform == "gpu" else None
-    fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if capability is not None and capability >= (8, 0) and fits else "xla"
-
-
-def causal(par: Parallel) -> Attend:
-    """Attention of whole sequences: `softmax(q k^T / sqrt(H), causal) v`."""
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=par.attention_implementation)
-
-
-def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | None, config: ModelConfig,
+def attention(x_BLD: jax.Array, params: Mapping[str, Any], context: Context, config: ModelConfig,
               par: Parallel, attend: Attend) -> jax.Array:  # fmt: skip
-    """Returns what `attend` makes of this rank's heads, [B, L, N H], for a `column_input`.
-
-    `angles`, as in `rope`, is None without rotary positions.
-    """
+    """Returns what `attend` makes of this rank's heads, [B, L, N H], for a `column_input`."""
     q, k, v = params["q"], params["k"], params["v"]
     if kv_replicated(config, lax.axis_size(par.axis)):
         k, v = _own_kv_head(k, config, par), _own_kv_head(v, config, par)
@@ -124,9 +88,9 @@ def attention(x_BLD: jax.Array, params: Mapping[str, Any], angles: jax.Array | N
         y_BLF.reshape(*y_BLF.shape[:2], -1, config.head_dim) for y_BLF in column_parallel(x_BLD, (q, k, v), par)
     )
     if config.qk_norm:
-        q_BLNH = rms_norm(q_BLNH, params["q_norm"]["scale"], config.norm_eps)
-        k_BLKH = rms_norm(k_BLKH, params["k_norm"]["scale"], config.norm_eps)
-    if angles is not None:
-        q_BLNH, k_BLKH = rope(q_BLNH, angles), rope(k_BLKH, angles)
-    y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH)
+        q_BLNH, k_BLKH = norm(q_BLNH, params["q_norm"], config), norm(k_BLKH, params["k_norm"], config)
+    if context.angles is not None:
+        factor = attention_factor(config)
+        q_BLNH, k_BLKH = rope(q_BLNH, context.angles, factor), rope(k_BLKH, context.angles, factor)
+    y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context)
     return y_BLNH.reshape(*y_BLNH.shape[:2], -1)

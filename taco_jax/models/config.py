@@ -1,4 +1,4 @@
-"""The shape of a decoder: one dataclass that covers GPT-2/GPT-3, Qwen2/Qwen2.5/Qwen3 and Llama-type models.
+"""The shape of a decoder: one dataclass that covers GPT-2/GPT-3, Llama, Mistral, Qwen2/Qwen2.5/Qwen3 and Gemma models.
 
 Ready-made shapes are in `taco_jax.models.presets`. Nothing here needs a JAX backend.
 """
@@ -13,7 +13,16 @@ from taco_jax.errors import listed
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_LENGTHS = ("rope_factor", "rope_original_length")
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("rope_factor",),
+    "llama3": (*_LENGTHS, "rope_low_frequency", "rope_high_frequency"),
+    "yarn": (*_LENGTHS, "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate"),
+}
+"""Scaling of rotary positions -> the fields that it reads."""
 LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 1000  # whose windows may differ
 LARGEST_THETA = 1e38  # of float32, in which its powers are computed
 
 
@@ -43,6 +52,30 @@ class ModelConfig:
     """How positions are told: rope (rotary) or learned (a table added to the embedding)."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths; used with positions=rope."""
+    rope_type: str = "default"
+    """Scaling of rotary positions for longer sequences: default (none), linear, llama3 (Llama 3.1) or yarn."""
+    rope_factor: float = 1.0
+    """How many times longer sequences become by the scaling; used with any rope_type but default."""
+    rope_original_length: int | None = None
+    """Longest sequence before the scaling; llama3 and yarn need it."""
+    rope_low_frequency: float = 1.0
+    """With llama3, wavelengths above rope_original_length over this are scaled whole."""
+    rope_high_frequency: float = 4.0
+    """With llama3, wavelengths below rope_original_length over this are not scaled."""
+    rope_beta_fast: float = 32.0
+    """With yarn, pairs that turn more often than this within rope_original_length are not scaled."""
+    rope_beta_slow: float = 1.0
+    """With yarn, pairs that turn less often than this within rope_original_length are scaled whole."""
+    rope_attention_factor: float | None = None
+    """With yarn, factor of rotated queries and keys; None: 0.1 ln(rope_factor) + 1."""
+    rope_truncate: bool = True
+    """With yarn, round the ends of the ramp between scaled and unscaled pairs outwards to whole pairs."""
+    rope_local_theta: float | None = None
+    """Base of the wavelengths in layers with a sliding window, which are never scaled (Gemma 3); None: as in others."""
+    sliding_window: int | None = None
+    """Positions that attention looks back at, its own included (Mistral); None: all of them."""
+    attention_pattern: str = "s"
+    """Layers that have sliding_window: a letter for each, s (window) or f (full), such as sf, repeated over all."""
     max_length: int = 2048
     """Longest sequence the model is meant for; the number of rows of a learned position table."""
     activation: str = "silu"
@@ -57,6 +90,18 @@ class ModelConfig:
     """Biases on the mlp's projections."""
     qk_norm: bool = False
     """RMSNorm of every query and key head before the rotation (Qwen3)."""
+    norm_plus_one: bool = False
+    """Every RMSNorm scales by 1 + its weights, which start at 0 (Gemma)."""
+    post_norms: bool = False
+    """Also normalise what attention and mlp add to the residual stream (Gemma 2 and 3)."""
+    scale_embedding: bool = False
+    """Multiply the embedding by the root of d_model, as rounded to the compute dtype (Gemma)."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """Scores s become c tanh(s / c) with this c (Gemma 2); None: they stay as they are."""
+    logit_softcap: float | None = None
+    """Logits l become c tanh(l / c) with this c (Gemma 2); None: they stay as they are."""
     tied_head: bool = False
     """Use the embedding table as the output head."""
     init_std: float = 0.02
@@ -83,6 +128,79 @@ class ModelConfig:
             value = getattr(self, key)
             if isinstance(value, int | float) and not least <= value < below:  # NaN is not either
                 raise ValueError(f"{key}={value!r}: must be at least {least} and below {below}, such as {usual}")
+        self._check_rope()
+        self._check_windows()
+        for key, usual in (("attention_scale", 0.125), ("attention_softcap", 50.0), ("logit_softcap", 30.0)):
+            self._positive(key, usual)
+        for key in ("norm_plus_one", "post_norms"):
+            if getattr(self, key) and self.norm != "rmsnorm":
+                raise ValueError(f"{key}=True: needs norm='rmsnorm', not {self.norm!r}")
+
+    def _positive(self, key: str, usual: float, least: float = 0.0) -> None:
+        value = getattr(self, key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None and getattr(type(self), key) is None:  # its default
+            return
+        if not (number and least <= value < LARGEST_THETA and value):  # NaN is not either
+            rule = f"at least {least:g}" if least else "above 0"
+            raise ValueError(f"{key}={value!r}: must be {rule} and finite, such as {usual}")
+
+    def _check_rope(self) -> None:
+        kind = self.rope_type
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_type={kind!r}: must be one of {', '.join(ROPE_TYPES)}")
+        if kind != "default" and self.positions != "rope":
+            raise ValueError(f"rope_type={kind!r}: needs positions='rope', not {self.positions!r}")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for key in dict.fromkeys(key for keys in ROPE_TYPES.values() for key in keys):
+            if key not in ROPE_TYPES[kind] and getattr(self, key) != defaults[key]:
+                others = [other for other, keys in ROPE_TYPES.items() if key in keys]
+                raise ValueError(f"{key}={getattr(self, key)!r}: is of rope_type={listed(others)}, not of {kind!r}")
+        if "rope_original_length" in ROPE_TYPES[kind]:
+            length = self.rope_original_length
+            if type(length) is not int or not 1 <= length <= LARGEST_SIZE:
+                rule = "must be the longest sequence before the scaling, such as 8192"
+                raise ValueError(f"rope_original_length={length!r}: {rule}, with rope_type={kind!r}")
+        if kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta!r}: must be above 1 with rope_type='yarn'")
+        self._positive("rope_factor", 8.0, least=1.0)
+        usual = {"rope_low_frequency": 1.0, "rope_high_frequency": 4.0, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
+        for key, value in (usual | {"rope_attention_factor": 1.2, "rope_local_theta": 1e4}).items():
+            self._positive(key, value, least=1.0 if key == "rope_local_theta" else 0.0)
+        for low, high in (("rope_low_frequency", "rope_high_frequency"), ("rope_beta_slow", "rope_beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(f"{low}={getattr(self, low)!r}: must be below {high}={getattr(self, high)!r}")
+        if self.rope_local_theta is not None and (self.sliding_window is None or kind == "yarn"):
+            rule = "is of layers with a sliding_window, beside any rope_type but yarn"
+            raise ValueError(f"rope_local_theta={self.rope_local_theta!r}: {rule}")
+
+    def _check_windows(self) -> None:
+        window, pattern = self.sliding_window, self.attention_pattern
+        if window is not None and (type(window) is not int or not 1 <= window <= LARGEST_SIZE):
+            raise ValueError(f"sliding_window={window!r}: must be an integer of at least 1, or None for no window")
+        if not isinstance(pattern, str) or not pattern or set(pattern) - {"s", "f"}:
+            raise ValueError(f"attention_pattern={pattern!r}: must be letters s (window) and f (full), such as sf")
+        if pattern == "s":
+            return
+        if window is None:
+            raise ValueError(f"attention_pattern={pattern!r}: is of a model with a sliding_window; set that too")
+        if self.n_layers > MOST_LAYERS:
+            raise ValueError(f"n_layers={self.n_layers}: must be at most {MOST_LAYERS} with an attention_pattern")
+        over = lambda letters: (letters * self.n_layers)[: self.n_layers]
+        layers = over(pattern)
+        if "s" not in layers:
+            raise ValueError(f"attention_pattern={pattern!r}: leaves no layer a window; leave sliding_window out")
+        # The shortest one that says the same, so that equal models have equal configs.
+        period = next(n for n in range(1, len(layers) + 1) if over(layers[:n]) == layers)
+        object.__setattr__(self, "attention_pattern", layers[:period])
+
+    @property
+    def windows(self) -> tuple[bool, ...] | bool:
+        """Returns which layers have the sliding window, or one bool where all are alike."""
+        if self.sliding_window is None or self.attention_pattern == "s":
+            return self.sliding_window is not None
+        pattern = self.attention_pattern
+        return tuple(pattern[layer % len(pattern)] == "s" for layer in range(self.n_layers))
 
 
 def _problems(config: ModelConfig, tp: int) -> list[str]:

@@ -21,8 +21,10 @@ from jax import lax
 
 from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
-from taco_jax.models.blocks import Attend, attention, causal, kv_replicated, mlp, norm, rope_angles
+from taco_jax.models.attention import Attend, causal, contexts, windows_of
+from taco_jax.models.blocks import attention, kv_replicated, mlp, norm
 from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.documents import documents, positions_in_documents
 from taco_jax.models.overlap import (
     Sublayer,
     chain_count,
@@ -67,41 +69,60 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     """
     params = use_replicated_params(params, config, par)
     x_BLD = embed(params, tokens_BL, config, par, state)
-    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state)
-    return norm(x_BLD, params["final_norm"], config.norm_eps)
+    documents_BL = documents(tokens_BL, par.end_token)
+    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, documents_BL=documents_BL)
+    return norm(x_BLD, params["final_norm"], config)
 
 
 def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parallel, state: State,
           positions_BL: jax.Array | None = None) -> jax.Array:  # fmt: skip
     """Returns the first layer's input, x_BLD in par.dtype, from parameters that `use_replicated_params` made ready.
 
-    `positions_BL` (default: 0 to L - 1 in each sequence) needs whole sequences, no sequence parallelism.
+    `positions_BL` (default: 0 to L - 1 in each sequence, or in each document where par.end_token ends them) are of the
+    whole sequences.
     """
     _check_length(tokens_BL.shape[1], config, par)
     x_BLD = vocab_parallel.embed(
         params["embed"]["table"], tokens_BL, par.axis, par.compression("embed"), state.get("embed"),
         vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, dtype=par.dtype, site="embed",
     )  # fmt: skip
+    if config.scale_embedding:
+        x_BLD *= jnp.asarray(config.d_model**0.5, x_BLD.dtype)
     if config.positions == "learned":
         positions = params["embed"]["positions"]
-        positions = positions[: tokens_BL.shape[1]] if positions_BL is None else positions[positions_BL]
-        if par.sequence_parallel:
-            positions = own_rows(positions, par.axis, "embed/positions")
+        if positions_BL is None and par.end_token is not None:
+            positions_BL = positions_in_documents(documents(tokens_BL, par.end_token))
+        if positions_BL is None:
+            positions = positions[: tokens_BL.shape[1]]
+            if par.sequence_parallel:
+                positions = own_rows(positions, par.axis, "embed/positions")
+        else:
+            if par.sequence_parallel:
+                positions = use_replicated(positions, par.axis, "embed/positions")
+                rows = positions_BL.shape[1] // lax.axis_size(par.axis)
+                own = lax.axis_index(par.axis) * rows
+                positions_BL = lax.dynamic_slice_in_dim(positions_BL, own, rows, axis=1)
+            positions = positions[positions_BL]
         x_BLD = (x_BLD.astype(jnp.float32) + positions).astype(x_BLD.dtype)
     return x_BLD
 
 
-def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel,
-           state: State) -> jax.Array:  # fmt: skip
+def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel, state: State,
+           documents_BL: jax.Array | None = None, windows: jax.Array | None = None) -> jax.Array:  # fmt: skip
     """x_BLD after the layers of `stacked`, any number of the model's; made ready as in `embed`.
 
     Args:
       length: L of the whole sequence.
       state: of the sites in layers, with a leading dim as long as that of `stacked`.
+      documents_BL: as in `documents`, of the whole sequence.
+      windows: which of the layers have the sliding window, as in `windows_of`; by default `stacked` are all layers.
     """
-    angles_LH = rope_angles(config, jnp.arange(length)) if config.positions == "rope" else None
-    both = sublayers(config, par, causal(par))
+    both = sublayers(config, par, causal(config, par))
     parts = chain_count(len(x_BLD), par.chains)
+    of_chains = split_batch(documents_BL, parts) if documents_BL is not None else (None,) * parts
+    shared = [contexts(config, jnp.arange(length), own_BL) for own_BL in of_chains]
+    windows = windows_of(config) if windows is None else windows
+    in_context = lambda sliding: tuple(make(sliding) for make in shared)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
@@ -110,29 +131,33 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
         if stream.error_BLD is not None:
             # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
             layer = remat(one_chain_layer(both, par), par.remat)
-            return lax.scan(lambda s, of: (layer(s, *of, angles_LH), None), stream, (stacked, layer_state))[0].x_BLD
+            one = lambda s, of: (layer(s, *of[:2], in_context(of[2])[0]), None)
+            return lax.scan(one, stream, (stacked, layer_state, windows))[0].x_BLD
         if parts > 1 and not par.sequence_parallel:
             layer = overlapped_layer(both, par)
         else:
             layer = remat(chained_layer(both, par), par.remat)
         xs = split_batch(x_BLD, parts)
-        xs, _ = lax.scan(lambda xs, of_layer: (layer(xs, *of_layer, angles_LH), None), xs, (stacked, layer_state))
+        one = lambda xs, of: (layer(xs, *of[:2], in_context(of[2])), None)
+        xs, _ = lax.scan(one, xs, (stacked, layer_state, windows))
     return join_batch(xs)
 
 
 def sublayers(
     config: ModelConfig, par: Parallel, attend: Attend, sites_of: str = "layers"
 ) -> tuple[Sublayer, Sublayer]:
-    """A layer's attention and mlp, whose sites' names begin with `sites_of`; they share `angles` of `attention`."""
-    normalise = lambda x_BLD, p: norm(x_BLD, p, config.norm_eps)
+    """A layer's attention and mlp, whose sites' names begin with `sites_of`; they share the `Context`."""
+    normalise = lambda x_BLD, p: norm(x_BLD, p, config)
     return (
         Sublayer(
-            normalise, lambda h_BLD, p, angles: attention(h_BLD, p, angles, config, par=par, attend=attend),
+            normalise, lambda h_BLD, p, context: attention(h_BLD, p, context, config, par=par, attend=attend),
             "attn_norm", "attn", out_name="out", in_site=f"{sites_of}/attn/qkv", out_site=f"{sites_of}/attn/out",
+            post_norm_name="attn_post_norm" if config.post_norms else None,
         ),
         Sublayer(
             normalise, lambda h_BLD, p, _: mlp(h_BLD, p, config, par),
             "mlp_norm", "mlp", out_name="down", in_site=f"{sites_of}/mlp/up", out_site=f"{sites_of}/mlp/down",
+            post_norm_name="mlp_post_norm" if config.post_norms else None,
         ),
     )  # fmt: skip
 
@@ -154,7 +179,7 @@ def head_loss(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, weights_B
     return vocab_parallel.cross_entropy(
         x_BLD, _head(params, config), targets_BL, weights_BL, axis=par.axis, compression=par.compression("head"),
         scales=state.get("head"), vocab_size=config.vocab_size, chunk=par.loss_chunk, sequence_dim=par.sequence_dim,
-        precision=par.precision, site="head",
+        precision=par.precision, softcap=config.logit_softcap, site="head",
     )  # fmt: skip
 
 
@@ -167,7 +192,8 @@ def head_logits(params: Params, x_BLD: jax.Array, config: ModelConfig, par: Para
     """`logits` of an x_BLD that the final normalisation has made."""
     return vocab_parallel.logits(
         x_BLD, _head(params, config), par.axis, par.compression("head"), state.get("head"),
-        vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision, site="head",
+        vocab_size=config.vocab_size, sequence_dim=par.sequence_dim, precision=par.precision,
+        softcap=config.logit_softcap, site="head",
     )  # fmt: skip
 
 
@@ -175,8 +201,9 @@ def head_score(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, config: 
                par: Parallel) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """(negative log-likelihoods float32[B, L], most likely ids int32[B, L]) of an x_BLD as in `head_logits`."""
     return vocab_parallel.score(
-        x_BLD, _head(params, config), targets_BL, par.axis, vocab_size=config.vocab_size, precision=par.precision
-    )
+        x_BLD, _head(params, config), targets_BL, par.axis, vocab_size=config.vocab_size, precision=par.precision,
+        softcap=config.logit_softcap,
+    )  # fmt: skip
 
 
 def _head(params: Params, config: ModelConfig) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weights and configs of Hugging Face `transformers` models <-> ours: GPT-2, Llama, Qwen2 and Qwen3, each as one table.
+"""Weights and configs of Hugging Face `transformers` models <-> ours: GPT-2, Llama, Mistral, Qwen and Gemma, as tables.
 
 Works on plain dicts (`config.json`, state dicts of numpy arrays), so neither torch nor transformers is needed:
 
@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.huggingface_features import GEMMA, gemma_fields, rope_fields, window_fields
+from taco_jax.models.huggingface_features import get as _get
+from taco_jax.models.huggingface_features import require as _require
 
 
 class _Row(NamedTuple):
@@ -70,6 +73,12 @@ LLAMA = [
     _Row("layers.{}.post_attention_layernorm.weight", ("layers/mlp_norm/scale",)),
     _Row("norm.weight", ("final_norm/scale",)),
 ]  # fmt: skip
+# Of Gemma 2 and 3, where Llama's post_attention_layernorm is another norm.
+POST_NORMS = [
+    _Row("layers.{}.post_attention_layernorm.weight", ("layers/attn_post_norm/scale",)),
+    _Row("layers.{}.pre_feedforward_layernorm.weight", ("layers/mlp_norm/scale",)),
+    _Row("layers.{}.post_feedforward_layernorm.weight", ("layers/mlp_post_norm/scale",)),
+]
 HEAD = _Row("lm_head.weight", ("head/kernel",), out_in=True)
 
 # Buffers that some checkpoints carry although they hold no weights.
@@ -81,46 +90,48 @@ _ACTIVATIONS = {name: name for name in ("gelu", "relu", "silu")} | {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a `config.json` of model_type gpt2, llama, qwen2 or qwen3.
+    """The ModelConfig of a `config.json` of a model_type of MODEL_TYPES.
 
     Raises:
         KeyError: a size that is not there.
-        ValueError: another model_type, a feature that the decoder does not have (scaled rotary positions, a sliding
-          window, another activation), a value of another type or out of range.
+        ValueError: another model_type, a feature that the decoder does not have (dynamic rotary positions, another
+          activation), a value of another type or out of range.
     """
     kind = hf.get("model_type")
-    if kind not in ("gpt2", "llama", "qwen2", "qwen3"):
-        raise ValueError(f"model_type={kind!r}: must be one of gpt2, llama, qwen2, qwen3")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"model_type={kind!r}: must be one of {', '.join(MODEL_TYPES)}")
     for key, neutral in NEUTRAL.items():
-        _require(key, hf.get(key, neutral), neutral, None)
+        if kind not in GEMMA[1:] or key not in SOFTCAPS:
+            _require(key, hf.get(key, neutral), neutral, None)
     if kind == "gpt2":
         return _gpt2_config(hf)
-    theta = _plain_rope(hf)
-    _require("use_sliding_window", _get(hf, "use_sliding_window", bool, False), False)
-    for i, layer in enumerate(_get(hf, "layer_types", list, [])):
-        _require(f"layer_types[{i}]", layer, "full_attention")
     heads, width = _get(hf, "num_attention_heads", int), _get(hf, "hidden_size", int)
     attention_bias = _get(hf, "attention_bias", bool, False)
+    layers, longest = _get(hf, "num_hidden_layers", int), _get(hf, "max_position_embeddings", int)
+    head_dim = _get(hf, "head_dim", int, 256 if kind in GEMMA else width // max(heads, 1))
+    features = rope_fields(hf, kind, longest) | window_fields(hf, kind, layers) | gemma_fields(hf, kind, head_dim)
+    if "sliding_window" not in features:
+        features.pop("rope_local_theta", None)
     return ModelConfig(
         vocab_size=_get(hf, "vocab_size", int),
         d_model=width,
-        n_layers=_get(hf, "num_hidden_layers", int),
+        n_layers=layers,
         n_heads=heads,
         n_kv_heads=_get(hf, "num_key_value_heads", int, heads),
-        head_dim=_get(hf, "head_dim", int, width // max(heads, 1)),
+        head_dim=head_dim,
         d_mlp=_get(hf, "intermediate_size", int),
         norm="rmsnorm",
         norm_eps=_get(hf, "rms_norm_eps", float),
         positions="rope",
-        rope_theta=theta,
-        max_length=_get(hf, "max_position_embeddings", int),
-        activation=_activation(_get(hf, "hidden_act", str)),
+        max_length=longest,
+        activation=_llama_activation(hf, kind),
         gated_mlp=True,
         qkv_bias=kind == "qwen2" or attention_bias,
         out_bias=kind != "qwen2" and attention_bias,
         mlp_bias=_get(hf, "mlp_bias", bool, False),
-        qk_norm=kind == "qwen3",
-        tied_head=_get(hf, "tie_word_embeddings", bool, False),
+        qk_norm=kind in ("qwen3", "gemma3_text"),
+        tied_head=_get(hf, "tie_word_embeddings", bool, kind in GEMMA),
+        **features,
     )
 
 
@@ -153,6 +164,8 @@ def _gpt2_config(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *GEMMA)
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 GPT2_NAMES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -169,46 +182,17 @@ NEUTRAL = {
 nothing; null does neither. Keys that transformers does not read for these models are not looked at."""
 
 
-def _plain_rope(hf: Mapping[str, Any]) -> float:
-    """The base of the rotary wavelengths. Older files have rope_scaling (with "type") and rope_theta beside it."""
-    theta = beside = _get(hf, "rope_theta", float, 10_000.0)
-    for key in ("rope_parameters", "rope_scaling"):  # as in transformers: the last that says anything, and it alone
-        rope = _get(hf, key, dict, {})
-        for name in ("rope_type", "type"):
-            _require(f"{key}.{name}", rope.get(name, "default"), "default", None)
-        for name, value in rope.items():
-            if name == "partial_rotary_factor":
-                _require(f"{key}.{name}", value, 1, None)
-            elif name not in ("rope_type", "type", "rope_theta") and value is not None:
-                raise ValueError(f"{key}.{name}={value!r}: this decoder has only plain rotary positions, without it")
-        theta = _get(rope, "rope_theta", float, beside) if rope else theta
-    return theta
-
-
-def _get(hf: Mapping[str, Any], key: str, kind: type, *default: Any) -> Any:
-    """A value of the type that it must have; null is as good as none where there is a default."""
-    value = hf.get(key) if default else hf[key]
-    if value is None and default:
-        return default[0]
-    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        name = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(kind, kind.__name__)
-        raise ValueError(f"{key}={value!r}: must be {name}")
-    try:
-        return float(value) if kind is float else value
-    except OverflowError:
-        raise ValueError(f"{key}=a number of {value.bit_length()} bits: must be one that a float holds") from None
+def _llama_activation(hf: Mapping[str, Any], kind: str) -> str:
+    if kind in GEMMA[1:]:
+        return _activation(_get(hf, "hidden_activation", str, "gelu_pytorch_tanh"))
+    name = _get(hf, "hidden_act", str)
+    return "gelu_tanh" if kind == "gemma" and name == "gelu" else _activation(name)  # as transformers reads it
 
 
 def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation {name!r}: must be one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
-
-
-def _require(key: str, value: Any, *allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r}: this decoder has only {key}={allowed[0]!r}")
 
 
 def _table(config: ModelConfig) -> tuple[str, list[_Row]]:
@@ -218,6 +202,8 @@ def _table(config: ModelConfig) -> tuple[str, list[_Row]]:
         prefix, rows = GPT2_PREFIX, GPT2
     elif parts == ("rmsnorm", "rope", True):
         prefix, rows = LLAMA_PREFIX, LLAMA
+        if config.post_norms:
+            rows = [row for row in LLAMA if row.ours != ("layers/mlp_norm/scale",)] + POST_NORMS
     else:
         raise ValueError(
             f"norm={parts[0]!r}, positions={parts[1]!r}, gated_mlp={parts[2]}: no Hugging Face model has this mixture; "

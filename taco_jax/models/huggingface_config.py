@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import config_from_hf
+from taco_jax.models.huggingface_features import feature_keys
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 _UNTRANSFERABLE = ("_name_or_path", "auto_map", "quantization_config", "dtype", "torch_dtype", "transformers_version")
@@ -68,12 +69,33 @@ def _mistral(config: ModelConfig) -> dict[str, Any]:
     return _without(config, "attention_bias", "mlp_bias") | {"sliding_window": None}
 
 
+def _gemma(config: ModelConfig) -> dict[str, Any]:
+    return _without(config, "mlp_bias")
+
+
+def _later_gemma(config: ModelConfig) -> dict[str, Any]:
+    keys = _gemma(config)
+    return keys | {"hidden_activation": keys.pop("hidden_act")}
+
+
+def _features(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """Returns the keys of scaled positions, windows and Gemma's parts, {} for a family that cannot have them."""
+    try:
+        keys = feature_keys(config)
+    except ValueError:
+        return {}
+    return keys if keys["model_type"] == kind else {}
+
+
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", _gpt2),
     "llama": Family("LlamaForCausalLM", _llama),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2),
     "qwen3": Family("Qwen3ForCausalLM", _qwen3),
     "mistral": Family("MistralForCausalLM", _mistral),
+    "gemma": Family("GemmaForCausalLM", _gemma),
+    "gemma2": Family("Gemma2ForCausalLM", _later_gemma),
+    "gemma3_text": Family("Gemma3ForCausalLM", _later_gemma),
 }
 
 
@@ -93,7 +115,12 @@ def config_to_hf(config: ModelConfig, source: Mapping[str, Any] | None = None) -
     tried: list[str] = []
     for kind in [*first, *(kind for kind in FAMILIES if kind not in first)]:
         family = FAMILIES[kind]
-        own = {"model_type": kind, "architectures": [family.architecture], **family.keys(config)}
+        own = {
+            "model_type": kind,
+            "architectures": [family.architecture],
+            **family.keys(config),
+            **_features(config, kind),
+        }
         own["initializer_range"] = config.init_std
         kept = _kept(source, config) if kind in first else {}
         for described in (kept | own, own) if kept else (own,):

@@ -62,6 +62,7 @@ class Sublayer:
     """Attention or mlp: norm(x, parameters), core(h, parameters, what all layers share).
 
     norm_name, name: keys of their parameters in a layer's. out_name: key of the last product's in those of `name`.
+    post_norm_name: key of the normalisation of the sum, if it has one: x += norm(sum), `branch`.
     in_site, out_site: sites of the messages.
     """
 
@@ -72,6 +73,18 @@ class Sublayer:
     out_name: str
     in_site: str
     out_site: str
+    post_norm_name: str | None = None
+
+    def branch(self, sum_BLD: jax.Array, params: Any) -> jax.Array:
+        """Returns what a sum over the ranks adds to the residual stream. params: those of `branch_params`."""
+        sum_BLD = add_bias(sum_BLD, params)
+        return self.norm(sum_BLD, params["post_norm"]) if "post_norm" in params else sum_BLD
+
+    def branch_params(self, params: Any) -> dict[str, Any]:
+        """Returns the parameters of `branch`, out of a layer's."""
+        out = params[self.name][self.out_name]
+        bias = {"bias": out["bias"]} if "bias" in out else {}
+        return bias | ({"post_norm": params[self.post_norm_name]} if self.post_norm_name else {})
 
 
 def chain_count(batch: int, chains: int) -> int:
@@ -103,14 +116,14 @@ def one_chain_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
             h_BLD = column_input(sublayer.norm(x_BLD, params[sublayer.norm_name]), par, state, sublayer.in_site)
             u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared)
             sum_BLD, error_BLD = row_parallel(u_BLF, out["kernel"], error_BLD, par, state=state, site=sublayer.out_site)
-            x_BLD += add_bias(sum_BLD, out)
+            x_BLD += sublayer.branch(sum_BLD, sublayer.branch_params(params))
         return ResidualStream(x_BLD, error_BLD)
 
     return layer
 
 
 def chained_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
-    """Returns the layer of a tuple of chains: (xs, params, state, shared) -> the xs after it.
+    """Returns the layer of a tuple of chains: (xs, params, state, what each of them shares) -> the xs after it.
 
     Each chain is a use of its own of every site. XLA chooses what overlaps with a message. `overlapped_layer` leaves it
     less choice, but knows no sequence parallelism.
@@ -118,7 +131,7 @@ def chained_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
 
     def layer(xs, params: Any, state: State, shared: Any):
         if len(xs) == 1:
-            return (one_chain_layer(sublayers, par)(ResidualStream(xs[0]), params, state, shared).x_BLD,)
+            return (one_chain_layer(sublayers, par)(ResidualStream(xs[0]), params, state, shared[0]).x_BLD,)
         xs = list(xs)
         forked = {site: fork(scales, len(xs)) for site, scales in state.items()}
         states = [{site: uses[i] for site, uses in forked.items()} for i in range(len(xs))]
@@ -130,12 +143,13 @@ def chained_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
                     xs[i] += sent[1]
                     sent = None
                 h_BLD = column_input(sublayer.norm(xs[i], params[sublayer.norm_name]), par, state, sublayer.in_site)
-                u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared)
+                u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared[i])
                 y_BLD = row_partial(u_BLF, out["kernel"], par)
                 if sent:
                     y_BLD, sum_BLD = _in_order(y_BLD, sent[1])
                     xs[sent[0]] += checkpoint_name(sum_BLD, OUTPUT_NAME)
-                sent = i, add_bias(reduce_partials(y_BLD, par, state, sublayer.out_site), out)
+                sum_BLD = reduce_partials(y_BLD, par, state, sublayer.out_site)
+                sent = i, sublayer.branch(sum_BLD, sublayer.branch_params(params))
         if sent:
             xs[sent[0]] += sent[1]
         return tuple(xs)
@@ -238,23 +252,23 @@ class _Saved(NamedTuple):
 
 
 def _forward(sublayers, par: Parallel, calls: int, xs, params, state: State, shared):
-    xs, messages, residuals = list(xs), _Messages(par, state, "forward", calls), []
+    xs, messages, residuals, sums = list(xs), _Messages(par, state, "forward", calls), [], []
 
-    def receiver(i, out):
+    def receiver(i, sublayer):
         def receive(sum_BLD):
-            xs[i] += add_bias(sum_BLD, out)
+            xs[i] += sublayer.branch(sum_BLD, sublayer.branch_params(params))
+            sums.append(sum_BLD if sublayer.post_norm_name else None)
 
         return receive
 
     for sublayer in sublayers:
-        out = params[sublayer.name][sublayer.out_name]
         for i in range(len(xs)):
             messages.done(i)
-            saved, y_BLD = _run_sublayer(sublayer, par, messages, xs[i], params=params, shared=shared)
-            messages.send(i, sublayer.out_site, messages.overlap_with(y_BLD, last=True), receiver(i, out))
+            saved, y_BLD = _run_sublayer(sublayer, par, messages, xs[i], params=params, shared=shared[i])
+            messages.send(i, sublayer.out_site, messages.overlap_with(y_BLD, last=True), receiver(i, sublayer))
             residuals.append(saved)
     messages.done()
-    return tuple(xs), residuals, messages.measures
+    return tuple(xs), list(zip(residuals, sums)), messages.measures
 
 
 def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: State, shared, cts):
@@ -269,14 +283,15 @@ def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: St
         return receive
 
     for sublayer in reversed(sublayers):
-        out = params[sublayer.name][sublayer.out_name]
         for i in reversed(range(len(cts))):
             messages.done(i)
-            saved = residuals.pop()
+            saved, sum_BLD = residuals.pop()
             if saved.x is not None:
-                saved = _linearise(sublayer, par, saved.x, params, shared)[0]
-            bias = {"bias": out["bias"]} if "bias" in out else {}
-            ct_BLD, dbias = jax.vjp(add_bias, jnp.zeros_like(cts[i]), bias)[1](cts[i])
+                saved = _linearise(sublayer, par, saved.x, params, shared[i])[0]
+            sum_BLD = jnp.zeros_like(cts[i]) if sum_BLD is None else sum_BLD
+            ct_BLD, dbranch = jax.vjp(sublayer.branch, sum_BLD, sublayer.branch_params(params))[1](cts[i])
+            if "post_norm" in dbranch:
+                _add(grads, sublayer.post_norm_name, dbranch.pop("post_norm"))
             ct_BLD = to_varying(ct_BLD, par.axis)
             if saved.last_vjp is None:
                 dh_BLD, dcore, dkernel = saved.core_vjp(ct_BLD)
@@ -284,7 +299,7 @@ def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: St
                 du_BLF, dkernel = saved.last_vjp(ct_BLD)
                 dh_BLD, dcore = saved.core_vjp(messages.overlap_with(du_BLF, last=False))
             dh_BLD = messages.overlap_with(dh_BLD, last=True)
-            _add(grads, sublayer.name, dcore | {sublayer.out_name: {"kernel": dkernel, **dbias}})
+            _add(grads, sublayer.name, dcore | {sublayer.out_name: {"kernel": dkernel, **dbranch}})
             messages.send(i, sublayer.in_site, dh_BLD, receiver(i, saved.norm_vjp, sublayer.norm_name))
     messages.done()
     return tuple(cts), grads, messages.measures

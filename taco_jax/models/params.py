@@ -8,6 +8,7 @@ n_layers, over which the model scans:
             attn      q kernel[D, N*H] bias[N*H]  k, v kernel[D, K*H] bias[K*H]  out kernel[N*H, D] bias[D]
                       q_norm scale[H]  k_norm scale[H]
             mlp_norm  scale[D] bias[D]
+            attn_post_norm, mlp_post_norm  scale[D]            (post_norms only)
             mlp       gate, up kernel[D, F] bias[F]  down kernel[F, D] bias[D]
     final_norm  scale[D] bias[D]
     head    kernel[D, V]                                       (untied only)
@@ -49,7 +50,7 @@ def _leaves(config: ModelConfig, tp: int, axis: str) -> dict[str, Any]:
     std_residual = std / math.sqrt(2 * config.n_layers)
 
     def norm(width: int, bias: bool) -> dict[str, _Leaf]:
-        scale = {"scale": _Leaf((width,), P(), "ones")}
+        scale = {"scale": _Leaf((width,), P(), "zeros" if config.norm_plus_one else "ones")}
         return scale | ({"bias": _Leaf((width,), P(), "zeros")} if bias else {})
 
     def dense(rows: int, columns: int, spec: P, init: float, bias: bool) -> dict[str, _Leaf]:
@@ -70,6 +71,9 @@ def _leaves(config: ModelConfig, tp: int, axis: str) -> dict[str, Any]:
     if config.gated_mlp:
         mlp["gate"] = dense(D, F, column, std, config.mlp_bias)
     layer = {"attn_norm": norm(D, layer_norm), "attn": attn, "mlp_norm": norm(D, layer_norm), "mlp": mlp}
+
+    if config.post_norms:
+        layer |= {"attn_post_norm": norm(D, False), "mlp_post_norm": norm(D, False)}
 
     stack = lambda leaf: _Leaf((config.n_layers, *leaf.shape), P(None, *leaf.spec) if leaf.spec else P(), leaf.init)
     tree = {

@@ -43,6 +43,8 @@ class Parallel:
     """Parts of the batch that go through each layer side by side, so that one part's messages travel during the matrix
     products of another (`taco_jax.models.overlap`); the most that divide it, where this number does not. With more than
     one, compressed layers have first derivatives only (a second one raises NotImplementedError)."""
+    end_token: int | None = None
+    """Token id that ends a document: attention then stays inside documents. None: it sees the whole sequence."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None takes the default of `taco_jax.nn.vocab_parallel`."""
     precision: Any = None

@@ -82,6 +82,7 @@ def cross_entropy(
     chunk: int | None = None,
     sequence_dim: int | None = None,
     precision=None,
+    softcap: float | None = None,
     site: str = "head",
 ) -> tuple[jax.Array, jax.Array]:
     """`sum(weights * (logsumexp(x @ head) - (x @ head)[target]))` and `sum(weights)`, both float32 scalars.
@@ -98,6 +99,7 @@ def cross_entropy(
       head_DV: local columns, cast to x's dtype for the product; its gradient has its own dtype.
       targets_BL: integer ids of the whole sequence. One outside [0, vocab_size) with a weight makes the sum NaN.
       weights_BL: float; 0 leaves a token out whatever its target. No gradient flows into it.
+      softcap: c of logits that are `c tanh(x @ head / c)`; None for plain ones.
     """
     check_region(axis, "cross_entropy")
     if sequence_dim is None:
@@ -124,7 +126,7 @@ def cross_entropy(
         stats = jax.ShapeDtypeStruct((lax.axis_size(axis), 3, chunk), jnp.float32)
         comm_log.exact(f"{site}/softmax", "forward", "all_gather", axis, stats)
     operands = _vary_alike(cut(x_BLD), head_DV, cut(targets_BL), cut(weights_BL), axis=axis)
-    return _nll_sum(axis, vocab_size, precision, *operands), jnp.sum(weights_BL)
+    return _nll_sum(axis, vocab_size, precision, softcap, *operands), jnp.sum(weights_BL)
 
 
 def logits(
@@ -137,25 +139,33 @@ def logits(
     vocab_size: int,
     sequence_dim: int | None = None,
     precision=None,
+    softcap: float | None = None,
     site: str = "head",
 ) -> jax.Array:
     """`x @ head` of all tokens and ids, float32[B, L, vocab_size] on every rank: for tests and sampling.
 
-    Gathers the logits exactly (site `site`/logits).
+    softcap: as in `cross_entropy`. Gathers the logits exactly (site `site`/logits).
     """
     check_region(axis, "logits")
     if sequence_dim is None:
         x_BLD = copy_to_tp(x_BLD, axis, compression, scales, site=site)
     else:
         x_BLD = gather_from_sp(x_BLD, axis, compression, scales, dim=sequence_dim, site=site)
-    logits_BLV = _product(x_BLD, head_DV.astype(x_BLD.dtype), precision)
+    logits_BLV = _capped(_product(x_BLD, head_DV.astype(x_BLD.dtype), precision), softcap)
     whole = lax.all_gather(logits_BLV, axis, axis=logits_BLV.ndim - 1, tiled=True, to="invarying")
     comm_log.exact(f"{site}/logits", "forward", "all_gather", axis, whole)
     return whole[..., :vocab_size]
 
 
 def score(
-    x_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, axis: str, *, vocab_size: int, precision=None
+    x_BLD: jax.Array,
+    head_DV: jax.Array,
+    targets_BL: jax.Array,
+    axis: str,
+    *,
+    vocab_size: int,
+    precision=None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(negative log-likelihood float32[B, L] of every target, the most likely id int32[B, L]): for evaluation.
 
@@ -167,7 +177,7 @@ def score(
 
     def sequence(operands):
         x_LD, targets_L = operands
-        logits_LV = _product(to_varying(x_LD, axis), head_DV, precision)
+        logits_LV = _capped(_product(to_varying(x_LD, axis), head_DV, precision), softcap)
         logits_LV, _, _, nll_L = _log_likelihood(axis, vocab_size, logits_LV, targets_L)
         best_L = jnp.argmax(logits_LV, axis=1) + lax.axis_index(axis) * logits_LV.shape[1]
         peaks_PL = lax.all_gather(jnp.max(logits_LV, axis=1), axis, to="invarying")
@@ -179,6 +189,10 @@ def score(
 
 def _product(x: jax.Array, head_DV: jax.Array, precision) -> jax.Array:
     return jnp.matmul(x, head_DV, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _vary_alike(x, head, targets, weights, *, axis):
@@ -193,26 +207,26 @@ def _vary_alike(x, head, targets, weights, *, axis):
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _nll_sum(axis, vocab_size, precision, x_nCD, head_DV, targets_nC, weights_nC):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _nll_sum(axis, vocab_size, precision, softcap, x_nCD, head_DV, targets_nC, weights_nC):
     """Sum over all n chunks; invarying over the axis."""
     head_DV = head_DV.astype(x_nCD.dtype)
 
     def body(total, operands):
-        nll, _ = _chunk(axis, vocab_size, precision, head_DV, *operands)
+        nll, _ = _chunk(axis, vocab_size, precision, head_DV, *operands, softcap=softcap)
         return total + nll, None
 
     zero = jnp.zeros_like(weights_nC[0, 0])
     return lax.scan(body, zero, (x_nCD, targets_nC, weights_nC))[0]
 
 
-def _nll_sum_forward(axis, vocab_size, precision, x_nCD, head_DV, targets_nC, weights_nC):
+def _nll_sum_forward(axis, vocab_size, precision, softcap, x_nCD, head_DV, targets_nC, weights_nC):
     """Also the gradients for a cotangent of 1. Taking them here saves computing the logits a second time."""
     cast_DV = head_DV.astype(x_nCD.dtype)
 
     def body(carry, operands):
         total, d_head_DV = carry
-        nll, d_logits_CV = _chunk(axis, vocab_size, precision, cast_DV, *operands)
+        nll, d_logits_CV = _chunk(axis, vocab_size, precision, cast_DV, *operands, softcap=softcap)
         d_logits_CV = d_logits_CV.astype(x_nCD.dtype)
         d_x_CD = jnp.matmul(d_logits_CV, cast_DV.T, precision=precision)
         d_head_DV += _product(operands[0].T, d_logits_CV, precision)
@@ -223,7 +237,7 @@ def _nll_sum_forward(axis, vocab_size, precision, x_nCD, head_DV, targets_nC, we
     return total, (d_x_nCD, d_head_DV.astype(head_DV.dtype))
 
 
-def _nll_sum_backward(axis, vocab_size, precision, gradients, ct):
+def _nll_sum_backward(axis, vocab_size, precision, softcap, gradients, ct):
     d_x_nCD, d_head_DV = gradients
     ct = to_varying(ct, axis)
     return (d_x_nCD * ct).astype(d_x_nCD.dtype), (d_head_DV * ct).astype(d_head_DV.dtype), None, None
@@ -232,14 +246,15 @@ def _nll_sum_backward(axis, vocab_size, precision, gradients, ct):
 _nll_sum.defvjp(_nll_sum_forward, _nll_sum_backward)
 
 
-def _chunk(axis, vocab_size, precision, head_DV, x_CD, targets_C, weights_C):
+def _chunk(axis, vocab_size, precision, head_DV, x_CD, targets_C, weights_C, softcap):
     """(sum of weighted nll, its gradient with respect to the local logits as float32[C, V]) of one chunk."""
-    logits_CV = _product(x_CD, head_DV, precision)
-    logits_CV, hit_CV, lse_C, nll_C = _log_likelihood(axis, vocab_size, logits_CV, targets_C)
+    own_CV = _capped(_product(x_CD, head_DV, precision), softcap)
+    logits_CV, hit_CV, lse_C, nll_C = _log_likelihood(axis, vocab_size, own_CV, targets_C)
     nll = jnp.sum(jnp.where(weights_C == 0, 0.0, weights_C * nll_C))
 
     softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
-    return nll, (softmax_CV - hit_CV) * weights_C[:, None]
+    slope_CV = 1.0 if softcap is None else 1 - jnp.square(own_CV / softcap)
+    return nll, (softmax_CV - hit_CV) * weights_C[:, None] * slope_CV
 
 
 def _log_likelihood(axis, vocab_size, logits_CV, targets_C):

@@ -25,6 +25,7 @@ from taco_jax.compression.site_scales import SiteScales, stack_uses
 from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.documents import documents
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import send, stages
 from taco_jax.tensor_parallel import to_varying
@@ -41,15 +42,15 @@ def loss(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Pa
     axes = stages.activation_axes(params, par)
     params = decoder.use_replicated_params(params, config, par)
     x_BLD = stages.where_true(stages.is_first(), lambda: decoder.embed(params, tokens_BL, config, par, state), axes)
-    y_BLD = _run(
-        params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, schedule=schedule, axes=axes
-    )
+    y_BLD = _run(params["layers"], x_BLD, tokens_BL, config, par=par, state=state, schedule=schedule, axes=axes)
     head = lambda: stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
     return stages.where_true(stages.is_last(), head, axes - {par.axis})
 
 
-def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axes) -> jax.Array:
+def _run(layers, x_BLD, tokens_BL, config, par, state, schedule: Schedule, axes) -> jax.Array:
     """Returns what the last stage makes of x_BLD; on other stages, nothing of use."""
+    length, windows = tokens_BL.shape[1], stages.own_windows(config, schedule.chunks)
+    tokens_MBL = tokens_BL.reshape(schedule.microbatches, -1, length)
     ticks, ring = schedule.forward_ticks, schedule.chunks > 1
     x_MBLD = x_BLD.reshape(schedule.microbatches, -1, *x_BLD.shape[1:])
     # What the first stage starts in each tick (anything where it starts nothing), and when the last one finishes.
@@ -63,14 +64,17 @@ def _run(layers, x_BLD, length: int, config, par, state, schedule: Schedule, axe
 
     def tick(received_BLD, at):
         t, x_BLD, slots = at
-        _, chunk, live = schedule.work(t - lax.axis_index(send.AXIS))
+        m, chunk, live = schedule.work(t - lax.axis_index(send.AXIS))
         _, next_chunk, next_live = schedule.work(t + 1 - lax.axis_index(send.AXIS))
         of_chunk = lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False) if ring else a[0]
         used = {site: None if s is None else SiteScales(s.exponents, slots.get(site)) for site, s in scales.items()}
         sent = used.pop(send.SITE)
         used = {site: send.masked(jax.tree.map(of_chunk, s), live) for site, s in used.items()}
         x_BLD = jnp.where(live, jnp.where(first & (chunk == 0), x_BLD, received_BLD), 0)
-        y_BLD = decoder.layers(jax.tree.map(of_chunk, chunks), x_BLD, length, config, par=par, state=used)
+        m = jnp.clip(m, 0, schedule.microbatches - 1)
+        documents_BL = documents(lax.dynamic_index_in_dim(tokens_MBL, m, keepdims=False), par.end_token)
+        masks = {"documents_BL": documents_BL, "windows": jax.tree.map(of_chunk, windows)}
+        y_BLD = decoder.layers(jax.tree.map(of_chunk, chunks), x_BLD, length, config, par=par, state=used, **masks)
         sends = live & ~(last & (chunk == last_chunk))
         receives = next_live & ~(first & (next_chunk == 0))
         return send.send(y_BLD, sent, sends, receives, par, ring=ring), y_BLD
@@ -87,7 +91,7 @@ def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par
     axes = stages.activation_axes(params, par)
     params = decoder.use_replicated_params(params, config, par)
     scales, ring, last_chunk = stages.own_scales(state, schedule.chunks), schedule.chunks > 1, schedule.chunks - 1
-    chunks = stages.in_chunks(params["layers"], schedule)
+    chunks, windows = stages.in_chunks(params["layers"], schedule), stages.own_windows(config, schedule.chunks)
     first, last = stages.is_first(), stages.is_last()
     batch = [a.reshape(schedule.microbatches, -1, a.shape[-1]) for a in (tokens_BL, targets_BL, weights_BL)]
 
@@ -102,7 +106,9 @@ def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par
 
         def run_layers():
             of_chunk = lambda tree: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False), tree)
-            return decoder.layers(of_chunk(chunks), x_BLD, tokens_BL.shape[-1], config, par=par, state=of_chunk(scales))
+            masks = {"documents_BL": documents(tokens_BL, par.end_token), "windows": of_chunk(windows)}
+            layers, length = of_chunk(chunks), tokens_BL.shape[-1]
+            return decoder.layers(layers, x_BLD, length, config, par=par, state=of_chunk(scales), **masks)
 
         def head():
             return stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state)

@@ -27,6 +27,7 @@ from taco_jax.compression.site_scales import SiteScales, merge_uses
 from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.documents import documents
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import send, stages
 from taco_jax.tensor_parallel import to_varying
@@ -74,9 +75,14 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
         with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
             return to_varying(decoder.embed(params, microbatch(m)[0], config, par, state(slots)), axes)
 
-    def run_layers(params, x_BLD, slots):
+    windows = jax.tree.map(lambda w: w[0], stages.own_windows(config, 1))
+
+    def run_layers(params, x_BLD, slots, m):
+        length, masks = tokens_BL.shape[1], {"windows": windows}
+        if par.end_token is not None:
+            masks["documents_BL"] = documents(microbatch(m)[0], par.end_token)
         with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
-            return decoder.layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state(slots))
+            return decoder.layers(params["layers"], x_BLD, length, config, par=par, state=state(slots), **masks)
 
     def head_loss(params, y_BLD, slots, m):
         _, targets_BL, weights_BL = microbatch(m)
@@ -91,7 +97,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
 
     def backward(sums: _Sums, x_BLD, ct_BLD, m):
         """The sums with those of microbatch m, whose input was x_BLD; and the cotangent of that."""
-        y_BLD, layers_pull = jax.vjp(run_layers, of_layers, x_BLD, layer_slots)
+        y_BLD, layers_pull = jax.vjp(lambda p, x, s: run_layers(p, x, s, m), of_layers, x_BLD, layer_slots)
 
         def at_the_end():
             loss, pull = jax.vjp(lambda p, y, s: head_loss(p, y, s, m), ends, y_BLD, only("head"))
@@ -119,7 +125,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
         kept_BLD = lax.dynamic_index_in_dim(ring_RBLD, place, keepdims=False)
         ring_RBLD = lax.dynamic_update_index_in_dim(ring_RBLD, jnp.where(live, x_BLD, kept_BLD), place, 0)
         forwards = live & ~last
-        y_BLD = stages.where_true(forwards, lambda: run_layers(of_layers, x_BLD, layer_slots), axes)
+        y_BLD = stages.where_true(forwards, lambda: run_layers(of_layers, x_BLD, layer_slots, jnp.clip(m, 0)), axes)
         # Backward.
         m = t - 2 * (schedule.stages - 1) + stage
         live = (m >= 0) & (m < schedule.microbatches)

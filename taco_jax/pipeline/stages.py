@@ -21,6 +21,7 @@ from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config.schedule import Schedule
 from taco_jax.models import decoder
+from taco_jax.models.attention import windows_of
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.projections import State
@@ -74,6 +75,12 @@ def own_scales(state: State, chunks: int) -> dict[str, SiteScales | None]:
     return {site: jax.tree.map(lambda a: own(a, chunks), state.get(site)) for site in decoder.LAYER_SITES}
 
 
+def own_windows(config: ModelConfig, chunks: int) -> jax.Array | None:
+    """Which of this stage's layers have the sliding window, [V, N]; None where all layers are alike."""
+    windows = windows_of(config)
+    return None if windows is None else own(windows, chunks)
+
+
 def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
     """(loss, gradients): what each stage has its own part of summed, the loss and whatever is in no layer."""
     shared = {name: value for name, value in grads.items() if name != "layers"}
@@ -85,7 +92,7 @@ def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Arr
 
 def head_loss(params, x_BLD: jax.Array, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: State):
     """`decoder.head_loss` of what the last stage's layers made."""
-    x_BLD = norm(x_BLD, params["final_norm"], config.norm_eps)
+    x_BLD = norm(x_BLD, params["final_norm"], config)
     return decoder.head_loss(params, x_BLD, targets_BL, weights_BL, config=config, par=par, state=state)
 
 

@@ -72,7 +72,7 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     kernels = _kernel_text(program, choices)
     stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
     texts = [_config_text(config), kernels, *_sequence_text(config), *stages, *_hosts_text(program)]
-    texts += _data_parallel_text(program)
+    texts += [*_data_parallel_text(program), *_attention_text(program)]
     return "\n\n".join([*texts, _memory_text(config, program), _site_text(program)])
 
 
@@ -162,6 +162,19 @@ def _sequence_text(config: TrainConfig) -> list[str]:
     """Returns whether activations are cut along the sequence, and why; nothing where tp is 1."""
     on, why = sequence_parallel(config)
     return [f"sequence parallelism: {'on' if on else 'off'} ({why})"] if config.mesh.tp > 1 else []
+
+
+def _attention_text(program: step_lib.Program) -> list[str]:
+    """Returns what positions attend to and by what; nothing where each sees all before it."""
+    model, end = program.config.model, program.parallel.end_token
+    slides = model.windows if isinstance(model.windows, tuple) else (model.windows,) * model.n_layers
+    seen = []
+    if any(slides):
+        seen.append(f"{model.sliding_window} positions back in {sum(slides)} of {model.n_layers} layers")
+    if end is not None:
+        seen.append(f"inside documents, which end with token {end}")
+    held = "" if program.parallel.attention_implementation == "cudnn" else ", which holds the scores of all pairs"
+    return [f"attention: {', '.join(seen)} (by {program.parallel.attention_implementation}{held})"] if seen else []
 
 
 def _pipeline_text(program: step_lib.Program) -> str:

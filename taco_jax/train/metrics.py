@@ -53,11 +53,14 @@ def bf16_peak(device_kind: str) -> float | None:
 def flops_per_token(model: ModelConfig, length: int) -> float:
     """Model FLOPs of forward and backward per trained token: 6 per weight in a matrix product, 12 * L * heads *
     head_dim per layer for attention scores (not halved for causality, recomputation not counted), as in PaLM (arXiv
-    2204.02311, appendix B). The embedding lookup is no product; the output head is, tied or not."""
+    2204.02311, appendix B). The embedding lookup is no product; the output head is, tied or not. In layers with a
+    sliding window, L is at most the window. Ends of documents are not counted: whole sequences are computed."""
     query, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     layer = model.d_model * (2 * query + 2 * kv + (3 if model.gated_mlp else 2) * model.d_mlp)
     weights = model.n_layers * layer + model.vocab_size * model.d_model
-    return 6 * weights + 12 * model.n_layers * length * query
+    kinds = model.windows if isinstance(model.windows, tuple) else (model.windows,) * model.n_layers
+    seen = sum(min(length, model.sliding_window) if slides else length for slides in kinds)
+    return 6 * weights + 12 * seen * query
 
 
 def peak_memory(devices: Any) -> int | None:

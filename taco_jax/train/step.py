@@ -39,8 +39,10 @@ from taco_jax.config import (
     site_compression,
     with_codecs,
 )
+from taco_jax.data.sources import end_token
 from taco_jax.mesh import AXES
-from taco_jax.models import blocks, decoder
+from taco_jax.models import decoder
+from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
@@ -123,6 +125,7 @@ class Program:
             chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
+            end_token=end_token(config),
             loss_chunk=config.loss_chunk,
             precision="highest" if config.compute_dtype == "float32" else None,
         )
@@ -436,6 +439,9 @@ def build(config: TrainConfig, mesh: Mesh) -> Program:
 
 def _attention(config: TrainConfig, mesh: Mesh) -> str:
     platform, dtype = mesh.devices.flat[0].platform, config.compute_dtype
+    unfit = why_not_cudnn(config.model, config.data.document_mask)
+    if config.attention_implementation == "cudnn" and unfit:
+        raise ConfigError(f"attention_implementation='cudnn': cannot have {unfit}; use 'xla' or leave it out")
     if config.attention_implementation == "cudnn" and (platform != "gpu" or dtype == "float32"):
         raise ConfigError(
             f"attention_implementation='cudnn': needs a GPU and a 16-bit compute_dtype, this run has {platform} and "
@@ -445,7 +451,7 @@ def _attention(config: TrainConfig, mesh: Mesh) -> str:
         raise ConfigError("compute_dtype='float16': JAX has no float16 attention on CPU; use 'bfloat16' or 'float32'")
     if config.attention_implementation is not None:
         return config.attention_implementation
-    return blocks.implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
+    return "xla" if unfit else implementation(mesh.devices.flat[0], dtype, config.model.head_dim)
 
 
 def _dp_sum(site: str, x):

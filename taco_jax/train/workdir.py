@@ -126,8 +126,9 @@ def read_config(path: Path) -> dict:
 
 
 def _changed(old: dict, new: dict) -> dict[str, str]:
-    """{key: "key old -> new"} of the fields that differ; fields that only one side has count as different."""
-    before, after = flatten(old), flatten(new)
+    """{key: "key old -> new"} of the fields that differ. Fields that are younger than `old` had their defaults there;
+    others that only one side has count as different."""
+    before, after = flatten(to_dict(TrainConfig())) | flatten(old), flatten(new)
     missing = "(absent)"
     return {
         key: f"{key} {before.get(key, missing)} -> {after.get(key, missing)}"

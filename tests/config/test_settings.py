@@ -154,6 +154,12 @@ def test_the_floor_of_the_learning_rate_follows_it():
         ),
         ({"global_batch": 1, "chains": 2}, "chains=2: must divide the 1 sequences"),
         ({"data.sequence_length": 250, "sequence_parallel": True, "mesh.tp": 4}, "try 248"),
+        ({"data.end_token_id": 5}, "data.end_token_id=5: is used with data.document_mask alone"),
+        (
+            {"data.end_token_id": 256, "data.document_mask": True},
+            "data.end_token_id=256: must be below model",
+        ),
+        ({"data.end_token_id": -1}, "data.end_token_id=-1: must not be negative, or None to take that of the data"),
         ({"model.positions": "learned", "model.max_length": 128}, "data.sequence_length=256: the model has learned"),
         ({"optimizer.clip_norm": 0.0}, "optimizer.clip_norm=0.0"),
         ({"optimizer.min_learning_rate": 1.0}, "optimizer.min_learning_rate=1.0: must not exceed learning_rate=0.0003"),

@@ -22,17 +22,17 @@ MUTANTS = (
     Mutant(
         "cache-length",
         "a decode step does not look at its own token",
-        "taco_jax/inference/cache.py",
-        "key_value_seq_lengths=positions_B + 1",
-        "key_value_seq_lengths=positions_B",
+        "taco_jax/models/attention.py",
+        '"key_value_seq_lengths": positions_B + 1',
+        '"key_value_seq_lengths": positions_B',
         ("tests/inference/test_forward.py -k full_recomputation",),
     ),
     Mutant(
         "cache-position",
         "keys of a decode step are rotated for the next position",
         "taco_jax/inference/forward.py",
-        "angles_B1H = angles(config, positions_B[:, None])",
-        "angles_B1H = angles(config, positions_B[:, None] + 1)",
+        "context = contexts_by_layer(config, positions_B[:, None])",
+        "context = contexts_by_layer(config, positions_B[:, None] + 1)",
         ("tests/inference/test_forward.py -k full_recomputation",),
     ),
     Mutant(

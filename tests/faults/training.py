@@ -367,8 +367,8 @@ MUTANTS = (
         "flops",
         "attention scores count half",
         "taco_jax/train/metrics.py",
-        "12 * model.n_layers * length * query",
-        "6 * model.n_layers * length * query",
+        "12 * seen * query",
+        "6 * seen * query",
         ("tests/train/test_metrics.py",),
     ),
     Mutant(

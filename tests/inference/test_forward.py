@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hlo import collectives
 from jax.sharding import PartitionSpec as P
-from model_helpers import CONFIGS, QWEN2, Run
+from model_helpers import CONFIGS, GEMMA, QWEN2, WINDOWS, Run
 
 from taco_jax import CODECS
 from taco_jax.collectives import comm_log
@@ -51,10 +51,15 @@ SLOW = pytest.mark.slow
 # kv heads are replicated at qwen2 tp 4 and qwen3 tp 8.
 @pytest.mark.parametrize(
     "name, tp",
-    [("qwen2", 4), ("gpt2", 2), pytest.param("qwen3", 8, marks=SLOW), pytest.param("llama", 1, marks=SLOW)],
+    [
+        ("qwen2", 4),
+        ("gpt2", 2),
+        ("gemma", 2),
+        *(pytest.param(*case, marks=SLOW) for case in (("windows", 4), ("qwen3", 8), ("llama", 1), ("gemma", 8))),
+    ],
 )
 def test_decode_equals_full_recomputation(name, tp):
-    run = Run(CONFIGS[name], tp=tp, batch=3, length=SLOTS)
+    run = Run((CONFIGS | {"gemma": GEMMA, "windows": WINDOWS})[name], tp=tp, batch=3, length=SLOTS)
     params, tokens = run.params(), run.batch_arrays()[0]
     want = run.logits(params, tokens)
     prefill, decode = _functions(run, Settings(tp, dtype="float32"))
@@ -158,6 +163,13 @@ def test_feedback_is_for_less_than_eight_bits(codec, link, feedback):
     else:
         with pytest.raises(ValueError, match="error_feedback=True: link='nvlink' knows no errors"):
             of(error_feedback=True)
+
+
+def test_feedback_is_not_for_sums_that_are_normalised():
+    of = lambda **o: Settings(4, Compression("int4h", **o)).layout(GEMMA, jax.devices()[0], decoding=False)
+    assert of().par.compression("layers/mlp/down").error_feedback is False
+    with pytest.raises(ConfigError, match="error_feedback=True: the model normalises its sums"):
+        of(error_feedback=True)
 
 
 def test_feedback_is_not_by_itself_where_sums_leave_no_error():

@@ -28,6 +28,27 @@ def test_weights_and_config_equal_those_of_the_folder(name, tp, tmp_path):
         np.testing.assert_array_equal(got[path], leaf, err_msg=path)
 
 
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_llama_3_1(tmp_path, factor):
+    """Written as llama.cpp's converter does, from transformers' own frequencies."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    saved = open_checkpoint(write("llama", tmp_path)[0]).config
+    width, theta = saved.head_dim, saved.rope_theta
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192, "rope_theta": theta}
+    hf = LlamaConfig(head_dim=width, max_position_embeddings=1 << 17, rope_parameters=rope)
+    plain = theta ** (-np.arange(width // 2) / (width // 2))
+    factors = (plain / ROPE_INIT_FUNCTIONS["llama3"](hf)[0].numpy()).astype(np.float32)
+    config = open_checkpoint(write("llama", tmp_path, rope_freqs=factors)[1]).config
+    assert (config.rope_type, config.rope_original_length, config.rope_high_frequency) == ("llama3", 8192, 4.0)
+    assert config.rope_factor == pytest.approx(factor) and factors.max() > 1.5
+    with pytest.raises(ConfigError, match="rope_freqs.weight, whose factors are not Llama 3.1's"):
+        open_checkpoint(write("llama", tmp_path, rope_freqs=factors[::-1].copy())[1])
+    assert open_checkpoint(write("llama", tmp_path, rope_freqs=np.ones_like(factors))[1]).config.rope_type == "default"
+
+
 def test_quantised_weights(tmp_path):
     folder, file = write("llama", tmp_path, quantise=True)
     want, got = (_flatten(load_params(open_checkpoint(path), make_mesh(), np.float32)) for path in (folder, file))

@@ -120,17 +120,23 @@ def write_gguf(path, changes=None, more=(), table=(8, 24)):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor=4.0: this decoder has only"),
-        ({"llama.rope.scale_linear": 4.0}, "llama.rope.scale_linear=4.0: this decoder has only"),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}, "llama.rope.scaling.factor=2.0"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn': this decoder has only"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope': this decoder has none, linear"),
+        ({"llama.rope.scaling.factor": 0.5}, "rope_factor=0.5: must be at least 1"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "llama.rope.scaling.yarn_ext_factor=0.5: this decoder has only 1",
+        ),
         ({"llama.rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor=2.0"),
         ({"llama.rope.dimension_count": 2}, "llama.rope.dimension_count=2: this decoder has only .*=4"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length=8: this decoder has only .*=4"),
         ({"llama.attention.scale": 0.7}, "llama.attention.scale=0.69.*: this decoder has only 0.5"),
         ({"llama.attention.scale": float("nan")}, "llama.attention.scale=nan: this decoder has only 0.5"),
         ({"llama.attention.causal": False}, "llama.attention.causal=False"),
-        ({"llama.attention.sliding_window": 32}, "llama.attention.sliding_window=32"),
+        ({"llama.attention.sliding_window": "x"}, "llama.attention.sliding_window='x': must be a whole number"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping=30.0"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5"),
         ({"llama.expert_count": 8}, "llama.expert_count=8"),
@@ -164,10 +170,40 @@ def test_keys_of_a_gguf_file(tmp_path, changes, message):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("more", ["rope_freqs", "rope_factors_long", "rope_factors_short"])
+@pytest.mark.parametrize("more", ["rope_factors_long", "rope_factors_short"])
 def test_gguf_tensors_that_scale_rotary_positions(tmp_path, more):
-    with pytest.raises(ConfigError, match=f"has {more}.weight: this decoder has only plain rotary positions"):
+    with pytest.raises(ConfigError, match=f"has {more}.weight: this decoder has no scaling of rotary positions by it"):
         open_checkpoint(write_gguf(tmp_path / "model.gguf", more=[more]))
+
+
+def test_gguf_factors_that_are_no_formula_s(tmp_path):
+    with pytest.raises(ConfigError, match="rope_freqs.weight, whose factors are not Llama 3.1's of 8192 positions"):
+        open_checkpoint(write_gguf(tmp_path / "model.gguf", more=["rope_freqs"]))
+
+
+@pytest.mark.parametrize(
+    "keys, fields",
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "rope_factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "rope_factor": 4.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "yarn"}, {"rope_type": "default"}),
+        (
+            {
+                "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+                "rope.scaling.yarn_beta_fast": 8.0,
+            },
+            {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 16, "rope_beta_fast": 8.0},
+        ),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {"rope_original_length": 64}),
+        ({"attention.sliding_window": 32}, {"sliding_window": 32, "attention_pattern": "s"}),
+        ({"attention.sliding_window": 64}, {"sliding_window": None}),
+    ],
+)  # fmt: skip
+def test_gguf_keys_of_positions_and_windows(tmp_path, keys, fields):
+    changes = {f"llama.{name}": of for name, of in keys.items()}
+    config = open_checkpoint(write_gguf(tmp_path / "model.gguf", changes)).config
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_gguf_tensors_under_two_names_and_tables_of_other_dims(tmp_path):

@@ -26,16 +26,20 @@ pytest.importorskip("safetensors", reason="the extra inference: pip install 'tac
         ({"rope_theta": 0}, "rope_theta=0.0: must be at least 1 and below 1e\\+38, such as 10000.0"),
         ({"rope_theta": 1e39}, "rope_theta=1e\\+39: must be at least 1 and below 1e\\+38"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be at least 1"),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0: this decoder has only plain rotary positions"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_scaling.type='linear': this decoder has only rope_scaling.type='default'",
+            {"rope_scaling": {"factor": 2.0}},
+            "rope_scaling.factor=2.0: rope_type='default' takes nothing beside rope_theta; is of linear",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_scaling.type='longrope': this decoder has default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_scaling.type='dynamic'",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, r"rope_parameters.full_attention=\{"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full": {}}}, "rope_parameters.full: its keys must be"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: this decoder has only partial_rotary_factor=1"),
         ({"layer_types": ["sliding_attention"]}, r"layer_types\[0\]='sliding_attention': this decoder has only"),

@@ -109,12 +109,34 @@ def test_state_dict_that_does_not_fit(reference):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "mixtral"}, "model_type='mixtral': must be one of gpt2, llama, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type='mixtral': must be one of gpt2, llama, mistral, qwen2, qwen3, gemma"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: is missing, and this rope_type needs it"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "rope_scaling.rope_type='yarn': this decoder has only rope_scaling",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.type='dynamic': this decoder has default,",
         ),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fsat": 8}},
+            "rope_parameters.beta_fsat=8: rope_type='yarn' takes factor, .*; did you mean 'beta_fast'",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 8}},
+            "rope_scaling.beta_fast=8: type='linear' takes factor beside rope_theta; is of yarn",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2': must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor=0.5: must be at least 1 and finite"),
+        (
+            {"rope_scaling": {"type": "yarn", "rope_type": "linear"}},
+            "rope_scaling.type='yarn': is another name",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "rope_low_frequency=4.0: must be below rope_high_frequency=4.0",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window=0: must be an int"),
+        ({"layer_types": ["sliding_attention"] * 2}, r"layer_types\[0\]='sliding_attention': needs use_sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types: names 1 layers, must be num_hidden_layers=2"),
+        ({"layer_types": ["chunked_attention"] * 2}, r"layer_types\[0\]='chunked_attention': this decoder has only"),
         ({"hidden_act": "mish"}, "activation 'mish': must be one of"),
     ],
 )

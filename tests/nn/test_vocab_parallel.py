@@ -1,5 +1,6 @@
 """Vocabulary-parallel embedding, cross-entropy and logits against plain jnp on one device."""
 
+import functools
 import re
 
 import jax
@@ -26,14 +27,16 @@ def _inputs(tp: int, seed: int = 0, dtype=np.float32):
     return x, head, targets, weights
 
 
-@jax.jit
-def _plain_nll(x, head, targets, weights):
+@functools.partial(jax.jit, static_argnames="softcap")
+def _plain_nll(x, head, targets, weights, softcap=None):
     logits = jnp.matmul(x, head[:, :V].astype(x.dtype), preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
     return jnp.sum(nll * weights)
 
 
-def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None = 10, dp: int = 1):
+def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None = 10, dp: int = 1, **options):
     """jitted (x, head, targets, weights) -> (nll, weight sum, (dx, dhead)), global arrays."""
     mesh = make_mesh(dp=dp, tp=tp)
     x_spec = P("dp", "tp") if sequence_parallel else P("dp")
@@ -44,7 +47,7 @@ def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None
         def loss(x, head):
             dim = 1 if sequence_parallel else None
             return vocab_parallel.cross_entropy(
-                x, head, targets, weights, "tp", vocab_size=V, chunk=chunk, sequence_dim=dim
+                x, head, targets, weights, "tp", vocab_size=V, chunk=chunk, sequence_dim=dim, **options
             )
 
         (nll, count), (d_x, d_head) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, head)
@@ -52,6 +55,15 @@ def _parallel_nll(tp: int, *, sequence_parallel: bool = False, chunk: int | None
 
     specs = (x_spec, P(None, "tp"), P("dp"), P("dp"))
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P(), (x_spec, P(None, "tp")))))
+
+
+def test_softcap_equals_plain():
+    arrays, plain = _inputs(4), functools.partial(_plain_nll, softcap=2.0)
+    want, gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(*arrays)
+    got, _, found = _parallel_nll(4, softcap=2.0)(*arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    for ours, theirs in zip(found, gradients):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_pad_vocab():

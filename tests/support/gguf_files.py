@@ -40,6 +40,8 @@ def write(name: str, folder, *, quantise: bool = False, **changes):
     writer.add_token_merges(MERGES)
     writer.add_token_types([1] * (len(words) - 1) + [3])
     writer.add_eos_token_id(len(words) - 1)
+    if "rope_freqs" in changes:
+        writer.add_tensor("rope_freqs.weight", changes["rope_freqs"])
     for theirs, weight in model.state_dict().items():
         array, parts = weight.numpy(), theirs.removeprefix("model.").split(".")
         if hf.tie_word_embeddings and parts[0] == "lm_head":

@@ -29,6 +29,12 @@ GPT2 = ModelConfig(
     norm_eps=1e-5, positions="learned", max_length=64, activation="gelu_tanh", gated_mlp=False, qkv_bias=True,
     out_bias=True, mlp_bias=True, tied_head=True,
 )  # fmt: skip
+WINDOWS = dataclasses.replace(QWEN2, n_layers=4, sliding_window=5, attention_pattern="sf")
+GEMMA = dataclasses.replace(
+    QWEN3, n_layers=3, activation="gelu_tanh", norm_plus_one=True, post_norms=True, scale_embedding=True,
+    attention_scale=0.3, attention_softcap=0.5, logit_softcap=0.3, sliding_window=5, attention_pattern="ssf",
+    rope_local_theta=30.0, rope_type="linear", rope_factor=4.0,
+)  # fmt: skip
 CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "gpt2": GPT2}
 
 
@@ -50,6 +56,7 @@ class Run:
     exponents: tuple[int, int] = (UNCALIBRATED, UNCALIBRATED)
     ranks_per_host: int | None = None
     between_hosts: str | None = None
+    end_token: int | None = None
 
     @functools.cached_property
     def mesh(self):
@@ -62,7 +69,7 @@ class Run:
         plan = Plan({"*": compression}).resolve(decoder.site_names(self.config, self.tp))
         return Parallel(
             plan=plan, sequence_parallel=self.sequence_parallel, remat=self.remat, dtype=self.dtype,
-            chains=self.chains, loss_chunk=self.loss_chunk,
+            chains=self.chains, loss_chunk=self.loss_chunk, end_token=self.end_token,
         )  # fmt: skip
 
     def params(self, seed: int = 0):
@@ -82,6 +89,8 @@ class Run:
         rng = np.random.default_rng(seed)
         tokens = rng.integers(0, self.config.vocab_size, (self.batch, self.length + 1), np.int32)
         weights = (rng.random((self.batch, self.length)) < 0.9).astype(np.float32)
+        if self.end_token is not None:  # documents of some tokens each
+            tokens[rng.random(tokens.shape) < 0.2] = self.end_token
         return tokens[:, :-1], tokens[:, 1:], weights
 
     def state(self):
@@ -215,15 +224,15 @@ def assert_gradients_close(got: dict[str, np.ndarray], want: dict[str, np.ndarra
 
 
 @functools.cache
-def reference_gradients(config: ModelConfig):
-    loss, gradients, _ = Run(config).gradients()
+def reference_gradients(config: ModelConfig, end_token: int | None = None):
+    loss, gradients, _ = Run(config, end_token=end_token).gradients()
     return loss, gradients
 
 
 def check_decoder(run: Run):
     """Loss and gradients of a run against those of the model on one device; returns the amax slots'."""
     loss, gradients, amax = run.gradients()
-    want_loss, want = reference_gradients(run.config)
+    want_loss, want = reference_gradients(run.config, run.end_token)
     if run.codec is None:
         np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     else:

@@ -45,7 +45,10 @@ def on(config: TrainConfig, dp=1, pp=1, tp=1, schedule="gpipe", microbatches=4, 
 
 def batch(p: Program) -> dict[str, jax.Array]:
     shape = (p.config.global_batch, p.config.data.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, p.config.model.vocab_size, shape, np.int32)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, p.config.model.vocab_size, shape, np.int32)
+    if p.config.data.document_mask:  # documents of some tokens each
+        tokens[rng.random(shape) < 0.2] = p.config.data.end_token_id
     return {"tokens": jax.device_put(tokens, p.batch_sharding)}
 
 

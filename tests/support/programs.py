@@ -7,6 +7,7 @@ from unittest import mock
 from helpers import REPOSITORY
 
 from taco_jax.config import CheckpointConfig, DataConfig, EvalConfig, MetricsConfig, TrainConfig, cli
+from taco_jax.data.sources import end_token
 from taco_jax.train import step
 
 # The quickstart's own file, cut down, with codecs on two axes. Tests that need any compiled step take this one.
@@ -21,7 +22,7 @@ FLAGS = [
 CONFIG = cli.parse(["--config", str(FILE), *FLAGS])
 
 # They say where a run begins and ends, what it writes and how often it validates. So does what its data are, but for
-# the length of a sequence.
+# the length of a sequence and the token that ends documents, where attention stays inside them.
 OF_THE_RUN = {
     "workdir": "", "seed": 0, "stop_after": None, "checkpoint": CheckpointConfig(), "metrics": MetricsConfig(),
     "evaluation": EvalConfig(),
@@ -38,7 +39,7 @@ def shared_programs():
 
     def shared(config: TrainConfig, mesh) -> step.Program:
         data = DataConfig(sequence_length=config.data.sequence_length)
-        key = repr(dataclasses.replace(config, **OF_THE_RUN, data=data)), mesh
+        key = repr(dataclasses.replace(config, **OF_THE_RUN, data=data)), end_token(config), mesh
         if key not in made:
             made[key] = build(config, mesh)
         return made[key]

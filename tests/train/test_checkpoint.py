@@ -22,7 +22,7 @@ from helpers import REPOSITORY
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.config import CheckpointConfig, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.config import CheckpointConfig, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.train import checkpoint
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints, SaveError
 from taco_jax.train.digests import _on_device as digest_on_device
@@ -456,6 +456,23 @@ def test_digests_depend_on_values_and_places_alone(make_mesh):
             assert whole(jnp.asarray(changed.view(x.dtype).reshape(shape))) != expected
     longer = jnp.pad(x, [(0, 8), (0, 0)], constant_values=3)
     assert digests({"x": longer}, {"x": (8, 4)})["x"] == expected != whole(x[::-1])
+
+
+def test_a_run_that_is_older_than_a_setting(tmp_path):
+    """It had the default, which need not be said now; anything else is another model."""
+    config = TrainConfig(workdir=str(tmp_path / "run"))
+    open_workdir(config)
+    path = tmp_path / "run" / "config.json"
+    written = json.loads(path.read_text())
+    for key in ("sliding_window", "rope_type", "norm_plus_one"):
+        del written["model"][key]
+    del written["data"]["document_mask"]
+    path.write_text(json.dumps(written))
+    assert open_workdir(config) == []
+    masked = dataclasses.replace(config, data=DataConfig(document_mask=True))
+    assert open_workdir(masked) == ["data.document_mask False -> True"]
+    with pytest.raises(ConfigError, match=r"holds another model \(model.sliding_window None -> 8\)"):
+        open_workdir(dataclasses.replace(config, model=dataclasses.replace(config.model, sliding_window=8)))
 
 
 def test_workdir_of_another_model(tmp_path):

@@ -213,6 +213,17 @@ def test_bytes_over_dp_are_listed():
     assert p.table.total("activation") == (0, 0)
 
 
+def test_what_positions_attend_to_is_said(tmp_path):
+    (tmp_path / "meta.json").write_text('{"end_token": {"text": "<end>", "id": 10}}')
+    model = dataclasses.replace(CONFIG.model, sliding_window=8, attention_pattern="sf")
+    data = dataclasses.replace(CONFIG.data, train=str(tmp_path), document_mask=True)
+    config = dataclasses.replace(CONFIG, model=model, data=data)
+    said = (
+        "8 positions back in 1 of 2 layers, inside documents, which end with token 10 (by xla, which holds the scores"
+    )
+    assert dry_run._attention_text(step.build(config, make_mesh(2, 1, 4))) == [f"attention: {said} of all pairs)"]
+
+
 def test_one_rank_sends_nothing():
     program = step.build(dataclasses.replace(CONFIG, mesh=MeshConfig()), make_mesh())
     dry_run.trace(program)

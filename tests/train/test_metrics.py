@@ -1,5 +1,6 @@
 """The numbers of a step line and of metrics.jsonl, and the file's life across resumed runs."""
 
+import dataclasses
 import json
 import sys
 
@@ -75,6 +76,11 @@ def test_flops_per_token():
     assert flops_per_token(model, 2048) == 6 * weights + 12 * 32 * 2048 * 4096
     small = ModelConfig(d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4, d_mlp=16, vocab_size=10)
     assert flops_per_token(small, 5) == 6 * (8 * 16 * 2 + 8 * 8 * 2 + 3 * 8 * 16 + 80) + 12 * 5 * 16
+    # Two of three layers look back at 3 positions.
+    of = dict(n_layers=3, sliding_window=3, attention_pattern="sfs")
+    windows = dataclasses.replace(small, **of)
+    assert flops_per_token(small, 5) * 3 - flops_per_token(windows, 5) == 6 * 2 * 80 + 12 * 16 * 4
+    assert flops_per_token(windows, 2) == flops_per_token(dataclasses.replace(small, n_layers=3), 2)
 
 
 def test_peak_memory():
