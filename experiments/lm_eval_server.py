@@ -125,7 +125,10 @@ def transformers_folder(model: Path, folder: Path) -> Path:
 
     runs.file("--model", model, "a transformers folder or a .gguf file")
     read = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype="float32")
-    read.save_pretrained(folder)
+    del read.config.quantization_config  # the weights are floats now
+    plain = type(read)(read.config)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
     checkpoint = open_checkpoint(model)
     checkpoint.tokenizer.library.save(str(folder / "tokenizer.json"))
     special = dict(checkpoint.template.tokens) if checkpoint.template else {}
