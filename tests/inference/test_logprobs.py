@@ -105,7 +105,7 @@ def _check(said: dict, ids: list[int], want: np.ndarray, server: Server, asked: 
 
 @pytest.mark.parametrize("server, asked", [("one", 5), ("two", 1)], indirect=["server"])
 def test_prompts_of_ids_equal_transformers(server, asked):
-    prompts = IDS[:4]
+    prompts = IDS[:3]
     answer = server.ask(prompt=prompts, max_tokens=1, logprobs=asked, echo=True)
     new = len(prompts)
     assert answer["usage"] == {
@@ -122,28 +122,26 @@ def test_prompts_of_ids_equal_transformers(server, asked):
 
 
 def test_a_prompt_alone_as_long_as_the_longest_sequence(two):
-    server = two
-    (choice,) = server.ask(prompt=IDS[4], max_tokens=0, logprobs=0, echo=True)["choices"]
-    _check(choice["logprobs"], IDS[4], server.reference(IDS[4]), server, asked=0)
+    (choice,) = two.ask(prompt=IDS[4], max_tokens=0, logprobs=20, echo=True)["choices"]
+    _check(choice["logprobs"], IDS[4], two.reference(IDS[4]), two, asked=20)
     assert choice["finish_reason"] == "length"
-    answer = server.ask(prompt=TEXT, max_tokens=0, logprobs=20, echo=True)
-    ids = server.generator.encode(TEXT)
-    _check(answer["choices"][0]["logprobs"], ids, server.reference(ids), server, asked=20)
+    answer = two.ask(prompt=TEXT, max_tokens=0, logprobs=0, echo=True)
+    ids = two.generator.encode(TEXT)
+    _check(answer["choices"][0]["logprobs"], ids, two.reference(ids), two, asked=0)
     assert answer["choices"][0]["text"] == TEXT and answer["usage"]["completion_tokens"] == 0
-    assert server.ask(prompt=TEXT, max_tokens=0, echo=True)["choices"][0] == {
+    assert two.ask(prompt=TEXT, max_tokens=0, echo=True)["choices"][0] == {
         "index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length",
     }  # fmt: skip
 
 
 def test_answers_equal_transformers(two):
-    server = two
-    (choice,) = server.ask(prompt=IDS[2], max_tokens=9, logprobs=3, temperature=1, seed=4)["choices"]
-    (whole,) = server.ask(prompt=IDS[2], max_tokens=9, logprobs=3, temperature=1, seed=4, echo=True)["choices"]
+    (choice,) = two.ask(prompt=IDS[2], max_tokens=9, logprobs=3, temperature=1, seed=4)["choices"]
+    (whole,) = two.ask(prompt=IDS[2], max_tokens=9, logprobs=3, temperature=1, seed=4, echo=True)["choices"]
     said = whole["logprobs"]
-    names = {server.name(i).text: i for i in range(300)}
+    names = {two.name(i).text: i for i in range(300)}
     ids = [*IDS[2], *(names[name] for name in said["tokens"][len(IDS[2]) :])]
     assert len(ids) == len(IDS[2]) + 9
-    _check(said, ids, server.reference(ids), server, asked=3)
+    _check(said, ids, two.reference(ids), two, asked=3)
     assert whole["text"].endswith(choice["text"])
     tail = {key: values[len(IDS[2]) :] for key, values in said.items()}
     np.testing.assert_allclose(tail.pop("token_logprobs"), choice["logprobs"]["token_logprobs"], atol=1e-5)
@@ -193,9 +191,9 @@ def test_others_go_on_beside_prompts_that_are_scored(two):
 def test_a_stream_has_the_same_in_pieces(two):
     for body in (
         {"prompt": [TEXT, "é"], "max_tokens": 6, "logprobs": 2, "echo": True},
-        {"prompt": IDS[2:4], "max_tokens": 6, "logprobs": 2},
-        {"prompt": IDS[2:4], "max_tokens": 6, "echo": True},
-        {"prompt": IDS[2:4], "max_tokens": 0, "logprobs": 1, "echo": True},
+        {"prompt": IDS[1:3], "max_tokens": 6, "logprobs": 2},
+        {"prompt": IDS[1:3], "max_tokens": 6, "echo": True},
+        {"prompt": IDS[1:3], "max_tokens": 0, "logprobs": 2, "echo": True},
     ):
         whole = two.ask(**body)["choices"]
         pieces = two.stream(**body)
@@ -213,7 +211,7 @@ def test_a_stream_has_the_same_in_pieces(two):
 def test_offsets_are_where_tokens_begin_in_the_text(two):
     """Whole characters: the parts of one stand at its begin; special ids have their names."""
     for prompt in (TEXT, [*two.generator.encode(TEXT), 299, 65]):
-        (choice,) = two.ask(prompt=prompt, max_tokens=4, logprobs=0, echo=True)["choices"]
+        (choice,) = two.ask(prompt=prompt, max_tokens=4, logprobs=2, echo=True)["choices"]
         said, text = choice["logprobs"], choice["text"]
         assert text.startswith(TEXT)
         for name, at in zip(said["tokens"], said["text_offset"], strict=True):
@@ -221,7 +219,7 @@ def test_offsets_are_where_tokens_begin_in_the_text(two):
         assert said["text_offset"] == sorted(said["text_offset"])
         parts = [i for i, name in enumerate(said["tokens"]) if name in ("bytes:\\xc3", "bytes:\\xa9")][:2]
         assert [text[said["text_offset"][i]] for i in parts] == ["é", "é"]
-        (alone,) = two.ask(prompt=prompt, max_tokens=4, logprobs=0)["choices"]
+        (alone,) = two.ask(prompt=prompt, max_tokens=4, logprobs=2)["choices"]
         assert alone["logprobs"]["text_offset"] == said["text_offset"][-4:]
 
 
@@ -271,21 +269,21 @@ def test_chats(two):
 
 
 def test_tokens_of_an_answer_that_ends_early(two, monkeypatch):
-    (free,) = two.ask(prompt=TEXT, max_tokens=8, logprobs=0)["choices"]
+    (free,) = two.ask(prompt=TEXT, max_tokens=8, logprobs=2)["choices"]
     names = free["logprobs"]["tokens"]
     ids = {two.name(i).text: i for i in range(300)}
     place = next(i for i in range(2, 8) if names[i] not in names[:i])
     monkeypatch.setitem(vars(two.generator.checkpoint), "eos", frozenset([ids[names[place]]]))
-    answer = two.ask(prompt=TEXT, max_tokens=8, logprobs=0)
+    answer = two.ask(prompt=TEXT, max_tokens=8, logprobs=2)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop" and choice["logprobs"]["tokens"] == names[: place + 1]
     assert answer["usage"]["completion_tokens"] == place + 1
 
 
 def test_more_values_than_an_answer_holds(two, monkeypatch):
-    monkeypatch.setattr(services, "MOST_VALUES", 300)
-    ask = lambda **more: two.http.post("/v1/completions", json={"prompt": [IDS[2]] * 4, "logprobs": 1} | more)
+    monkeypatch.setattr(services, "MOST_VALUES", 400)
+    ask = lambda **more: two.http.post("/v1/completions", json={"prompt": [IDS[2]] * 4, "logprobs": 2} | more)
     assert ask(max_tokens=2).status_code == 200
     error = ask(max_tokens=8, echo=True).json()["error"]
     assert error["param"] == "logprobs"
-    assert "156 tokens would have 2 values each; an answer has at most 300" in error["message"]
+    assert "156 tokens would have 3 values each; an answer has at most 400" in error["message"]
