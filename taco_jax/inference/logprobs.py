@@ -59,5 +59,5 @@ def scored_prefill(params, tokens_1L: jax.Array, lengths_1: jax.Array, config: M
     stream, cache = prompt_stream(params, tokens_1L, length, config, layout)
     x_1LD = norm(finish_stream(stream, layout.par, "error"), params["final_norm"], config.norm_eps)
     following_L = jnp.roll(tokens_1L[0], -1)
-    scores = Scores(*decoder.head_logprobs(params, x_1LD[0], following_L, config, layout.par, top))
-    return last_logits(params, stream, lengths_1, config, layout), cache, scores
+    scores = decoder.head_logprobs(params, x_1LD[0], following_L, config=config, par=layout.par, top=top)
+    return last_logits(params, stream, lengths_1, config, layout), cache, Scores(*scores)

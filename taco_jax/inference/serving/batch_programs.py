@@ -49,7 +49,7 @@ class State(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What `insert` says of log-probabilities. token: of the token that follows the prompt, B = 1. prompt: at each of L
+    """Log-probabilities that `insert` gives. token: of the token that follows the prompt, B = 1. prompt: at each of L
     positions, of the prompt's token behind it. None where they were not asked for."""
 
     token: Scores | None = None

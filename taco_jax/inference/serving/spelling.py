@@ -80,7 +80,7 @@ class Spelling:
         return Prompt(ids, "".join(parts), offsets)
 
     def completion(self, tokens: Sequence[int], offsets: Sequence[int], scores: Scores, asked: int) -> dict[str, list]:
-        """Of a completion's tokens; `asked` alternatives each, and the token itself where it is none of them."""
+        """The object of a completion's tokens; `asked` alternatives each, and the token itself where it is no such."""
         chosen = [_value(value) for value in scores.chosen.tolist()]
         tops = []
         for token, value, best, ids in zip(tokens, chosen, scores.best.tolist(), scores.ids.tolist()):
@@ -93,13 +93,13 @@ class Spelling:
         return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": list(offsets)}
 
     def prompt_completion(self, prompt: Prompt, scores: Scores, asked: int) -> dict[str, list]:
-        """Of an echoed prompt, of whose first token nothing is known."""
+        """The object of an echoed prompt, of whose first token nothing is known."""
         said = self.completion(prompt.ids[1:], prompt.offsets[1:], scores, asked)
         firsts = (self.name(prompt.ids[0]).text, None, None, prompt.offsets[0])
         return {key: [first, *said[key]] for key, first in zip(said, firsts, strict=True)}
 
     def chat(self, tokens: Sequence[int], scores: Scores, asked: int) -> list[dict[str, Any]]:
-        """Of a chat's tokens, with exactly `asked` alternatives."""
+        """The entries of a chat's tokens, with exactly `asked` alternatives."""
         entry = lambda token, value: {
             "token": self.name(token).text, "logprob": _value(value), "bytes": list(self.name(token).bytes),
         }  # fmt: skip
