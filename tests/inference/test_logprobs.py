@@ -2,6 +2,7 @@
 the forms of OpenAI's objects, whole and streamed."""
 
 import json
+import threading
 
 import jax
 import numpy as np
@@ -59,7 +60,16 @@ class Server:
 
 
 def _serve(generator, programs):
-    engine = Engine(programs, QUEUE)
+    """(the engine, its server); compiled: the threads that have compiled a program since."""
+    engine, program = Engine(programs, QUEUE), programs._program
+    engine.compiled = []
+
+    def noted(key, *rest, **options):
+        if key not in programs._compiled:
+            engine.compiled.append(threading.current_thread().name)
+        return program(key, *rest, **options)
+
+    programs._program = noted
     engine.start()
     return engine, in_thread(Service(generator, engine, "tiny", LONGEST, BATCH + QUEUE))
 
@@ -69,8 +79,11 @@ def two(generator, programs):
     """On two devices."""
     engine, running = _serve(generator, programs)
     with running as url:
-        yield Server(generator, programs, url)
+        server = Server(generator, programs, url)
+        server.compiled = engine.compiled
+        yield server
     engine.stop()
+    del programs._program
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +192,8 @@ def test_others_go_on_beside_prompts_that_are_scored(two):
     plain = {"prompt": IDS[1], "max_tokens": 40}
     scored = {"prompt": IDS[3], "max_tokens": 3, "logprobs": 2, "echo": True}
     alone = two.ask(**plain)["choices"], two.ask(**scored)["choices"]
+    # The engine's thread compiles nothing: nobody waits for a program but who asks for it.
+    assert two.compiled and "engine" not in two.compiled
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda i: two.ask(**(scored if i % 2 else plain))["choices"], range(12)))
     assert answers[::2] == [alone[0]] * 6
