@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -37,6 +36,7 @@ from typing import Any, NamedTuple
 import runs
 
 import taco_jax.data
+from taco_jax.codec import CODECS
 from taco_jax.config import ConfigError, cli
 
 CHOICES, PASSAGE_WORDS, CHOICE_WORDS = 4, 60, 12
@@ -87,7 +87,7 @@ def parse_run(run: str) -> Served:
     codec = rest[: len(rest) - text] or ["none"]
     good = tp.isdecimal() and int(tp) > 0 and len(codec) == 1
     runs.require(good, "--runs", repr(run), "must be TP[:CODEC][:text], for example 3:int8h")
-    runs.codecs(codec[0], pairs=False)
+    runs.choices("--runs", codec[0], CODECS)
     return Served(int(tp), codec[0], text)
 
 
@@ -161,7 +161,6 @@ def harness(tasks: Path, names: Sequence[str], out: Path, model: str, arguments:
     command += ["--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
     command += ["--device", "cpu", "--batch_size", "4"] if model == "hf" else []
     environment = os.environ | OFFLINE | {"HF_HOME": str(out / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-    start = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"lm-eval --model {model}: exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -178,8 +177,7 @@ def harness(tasks: Path, names: Sequence[str], out: Path, model: str, arguments:
         replies = [reply for sample in samples for reply in _replies(sample)]
         likelihoods[name] = [float(value) for value, _ in replies]
         greedy[name] = [is_greedy for _, is_greedy in replies]
-    seconds = time.perf_counter() - start
-    return {"metrics": metrics, "log_likelihoods": likelihoods, "greedy": greedy, "seconds": round(seconds, 1)}
+    return {"metrics": metrics, "log_likelihoods": likelihoods, "greedy": greedy}
 
 
 def _replies(sample: dict[str, Any]) -> list[tuple[Any, bool | None]]:
@@ -212,8 +210,8 @@ def report(out: Path, results: dict[str, dict], args) -> None:
         "in nats.",
         "",
         "| model | accuracy of next_words | apart: largest, mean | word perplexity of passages | of bytes "
-        "| apart: largest, mean | seconds |",
-        "|---" * 7 + "|",
+        "| apart: largest, mean |",
+        "|---" * 6 + "|",
     ]
     for name, result in results.items():
         cells = [f"`{name}`"]
@@ -222,7 +220,7 @@ def report(out: Path, results: dict[str, dict], args) -> None:
             cells += [f"{of[key]:.4f}" if of else "" for key in keys]
             apart = result.get("apart", {}).get(task)
             cells += [f"{apart['largest']:.5f}, {apart['mean']:.5f}" if apart else ""]
-        lines.append("| " + " | ".join([*cells, f"{result['seconds']:.0f}"]) + " |")
+        lines.append("| " + " | ".join(cells) + " |")
     (out / "README.md").write_text("\n".join(lines) + "\n")
     (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 
