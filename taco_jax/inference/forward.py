@@ -35,6 +35,13 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
       tokens_BL: int32 ids, row b's prompt in its first lengths_B[b] places; any id of the vocabulary behind them.
       slots: of the cache, at least L.
     """
+    stream, cache = prompt_stream(params, tokens_BL, slots, config, layout)
+    return last_logits(params, stream, lengths_B, config, layout), cache
+
+
+def prompt_stream(params, tokens_BL: jax.Array, slots: int, config: ModelConfig,
+                  layout: Layout) -> tuple[ResidualStream, KVCache]:  # fmt: skip
+    """(the stream behind the last layer, the cache) of `prefill`."""
     par = layout.par
     params = decoder.use_replicated_params(params, config, par)
     context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
@@ -51,8 +58,13 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
+    return stream, kv.filled(keys, values, slots)
+
+
+def last_logits(params, stream: ResidualStream, lengths_B: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
+    """Logits float32[B, V] of what follows each prompt."""
     last = jax.tree.map(lambda a_BLD: jnp.take_along_axis(a_BLD, lengths_B[:, None, None] - 1, axis=1), stream)
-    return _logits(params, last, config, layout), kv.filled(keys, values, slots)
+    return _logits(params, last, config, layout)
 
 
 def decode(params, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache, config: ModelConfig,

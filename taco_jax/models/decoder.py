@@ -206,6 +206,15 @@ def head_score(params: Params, x_BLD: jax.Array, targets_BL: jax.Array, config: 
     )  # fmt: skip
 
 
+def head_logprobs(params: Params, x_LD: jax.Array, targets_L: jax.Array, config: ModelConfig, par: Parallel,
+                  top: int) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`vocab_parallel.logprobs` of one sequence of an x_BLD as in `head_logits`."""
+    return vocab_parallel.logprobs(
+        x_LD, _head(params, config), targets_L, par.axis, vocab_size=config.vocab_size, top=top,
+        precision=par.precision, softcap=config.logit_softcap,
+    )  # fmt: skip
+
+
 def _head(params: Params, config: ModelConfig) -> jax.Array:
     return params["embed"]["table"].T if config.tied_head else params["head"]["kernel"]
 

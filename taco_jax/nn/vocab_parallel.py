@@ -25,6 +25,9 @@ TILE = 128
 CHUNK = 2048
 """Default tokens per chunk of the loss: few enough for memory, enough to pay for one pass over d head a chunk."""
 
+LOGPROBS_CHUNK = 128
+"""Default tokens per chunk of `logprobs`: their logits are 77 MB at a vocabulary of 150,000 on one rank."""
+
 
 def pad_vocab(vocab_size: int, tp: int) -> int:
     """Rows of the tables of `vocab_size` ids over `tp` ranks: the next multiple of 128 * tp."""
@@ -185,6 +188,60 @@ def score(
         return nll_L, jnp.take_along_axis(best_PL, jnp.argmax(peaks_PL, axis=0)[None], axis=0)[0].astype(jnp.int32)
 
     return lax.map(sequence, (x_BLD, targets_BL))
+
+
+def logprobs(
+    x_LD: jax.Array,
+    head_DV: jax.Array,
+    targets_L: jax.Array,
+    axis: str,
+    *,
+    vocab_size: int,
+    top: int,
+    chunk: int | None = None,
+    precision=None,
+    softcap: float | None = None,
+    site: str = "head",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(log-probabilities float32[L] of all targets, float32[L, K] of the K = `top` most likely ids, these int32[L, K]).
+
+    Exact, without a derivative. The logits of `chunk` tokens (None: LOGPROBS_CHUNK) and a rank's share of the
+    vocabulary exist at once. The most likely id is first, of equal ones the smallest; a target's value is bit for bit
+    the one that it has among the most likely. Each rank sends its own K best of every token (site `site`/logprobs).
+    `top` is at most TILE; places beyond `vocab_size` are -inf.
+
+    Args:
+      x_LD: the model's output, the same on all ranks.
+      targets_L: integer ids; one outside [0, vocab_size) gives NaN.
+      softcap: as in `cross_entropy`.
+    """
+    check_region(axis, "logprobs")
+    head_DV = head_DV.astype(x_LD.dtype)
+    tokens = len(targets_L)
+    chunks = math.ceil(tokens / (chunk or LOGPROBS_CHUNK))
+    chunk = math.ceil(tokens / chunks)
+
+    def cut(a):
+        return jnp.pad(a, [(0, chunks * chunk - tokens)] + [(0, 0)] * (a.ndim - 1)).reshape(chunks, chunk, *a.shape[1:])
+
+    def one(operands):
+        x_CD, targets_C = operands
+        logits_CV = _capped(_product(to_varying(x_CD, axis), head_DV, precision), softcap)
+        logits_CV, _, lse_C, nll_C = _log_likelihood(axis, vocab_size, logits_CV, targets_C)
+        own_CK, at_CK = lax.top_k(logits_CV, top)
+        own_ids_CK = at_CK + lax.axis_index(axis) * logits_CV.shape[1]
+        # In the order of the ranks, so of the ids: top_k takes the first of equal ones.
+        values_CQ = lax.all_gather(own_CK, axis, axis=1, tiled=True, to="invarying")
+        ids_CQ = lax.all_gather(own_ids_CK, axis, axis=1, tiled=True, to="invarying")
+        best_CK, at_CK = lax.top_k(values_CQ, top)
+        ids_CK = jnp.take_along_axis(ids_CQ, at_CK, axis=1)
+        return -nll_C, best_CK - lse_C[:, None], ids_CK.astype(jnp.int32)
+
+    with comm_log.repeat(chunks):
+        sent = jax.ShapeDtypeStruct((lax.axis_size(axis), chunk, 3 + 2 * top), jnp.float32)
+        comm_log.exact(f"{site}/logprobs", "forward", "all_gather", axis, sent)
+    results = lax.map(one, (cut(x_LD), cut(targets_L)))
+    return tuple(a.reshape(chunks * chunk, *a.shape[2:])[:tokens] for a in results)
 
 
 def _product(x: jax.Array, head_DV: jax.Array, precision) -> jax.Array:

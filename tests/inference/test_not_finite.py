@@ -86,11 +86,13 @@ def test_tokens_of_logits_that_are_not_finite():
 
 def test_the_engine_ends_a_job_whose_logits_are_not_finite():
     """And only that one: its row is free, the engine goes on."""
+    from taco_jax.inference.logprobs import Scores
+    from taco_jax.inference.serving.batch_programs import Inserted
     from taco_jax.inference.serving.engine import Engine
     from taco_jax.inference.serving.engine_types import Event, Job
 
     class Programs:
-        """Whose token is that of the prompt."""
+        """Whose token is that of the prompt, and whose log-probabilities at the token 5 are NaN."""
 
         batch, longest, params = 1, 8, None
 
@@ -100,14 +102,26 @@ def test_the_engine_ends_a_job_whose_logits_are_not_finite():
         def put(self, tree):
             return tree
 
-        def insert(self, length):
-            return lambda params, state, cache, tokens_1L, *_: (SimpleNamespace(tokens=tokens_1L[:, 0]), cache)
+        def insert(self, length, *, top, whole):
+            def run(params, state, cache, tokens_1L, *_):
+                values_L = np.where(tokens_1L[0] == 5, np.nan, -1.0)
+                scores = lambda values: Scores(values, values[:, None], np.zeros((len(values), 1), np.int32))
+                said = Inserted(scores(values_L[:1]), scores(values_L)) if whole else Inserted()
+                return SimpleNamespace(tokens=tokens_1L[:, 0]), cache, said
+
+            return run
 
     events, done = [], threading.Event()
     engine = Engine(Programs(), waiting=4)
     engine.start()
     engine.submit([Job([NOT_FINITE], 1, events.append), Job([7], 1, lambda event: (events.append(event), done.set()))])
     assert done.wait(30) and events == [Event(None, "not finite"), Event(7, "length")] and engine.failure is None
+    # Inside of a prompt that is scored, though the token that follows it is one; nothing is said of its last token.
+    events, done = [], threading.Event()
+    scored = [Job([*ids], 0, events.append, top=1, whole=True) for ids in ((6, 5, 7), (6, 7, 5))]
+    engine.submit([*scored, Job([7], 1, lambda event: done.set())])
+    assert done.wait(30) and [event[:3] for event in events] == [(None, "not finite", None), (None, "length", None)]
+    assert events[1].prompt.chosen.tolist() == [-1, -1] and events[0].prompt is None
     engine.stop()
 
 

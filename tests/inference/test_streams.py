@@ -11,6 +11,7 @@ pytest.importorskip("tokenizers", reason="the extra inference: pip install 'taco
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from taco_jax.inference.serving.spelling import Spelling
 from taco_jax.inference.text import Tokenizer, begun, read_tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -135,3 +136,24 @@ def test_a_tokenizer_of_a_training_run_neither_cuts_nor_fills_up(tmp_path, setti
     text = "The quick brown fox jumps over the lazy dog; the answer is"
     ids = read_tokenizer(tmp_path / "tokenizer.json").encode(text)
     assert ids == byte_level().encode(text).ids and len(ids) == len(text)
+
+
+@pytest.mark.parametrize("text", ["a b", "ab cé!", "é", "a<s>b", "\N{SNOWMAN} x\N{SNOWMAN}", "<s>a"])
+def test_tokens_of_a_prompt_stand_where_their_texts_do(tokenizer, text):
+    """As `logprobs` and `echo` say: whole tokens at their texts, parts of a character at its begin."""
+    spelling, ids = Spelling(tokenizer), tokenizer.encode(text)
+    of_text, of_ids = (spelling.prompt(ids, given, ends=True) for given in (text, None))
+    assert of_text.text == of_ids.text == text and of_text.offsets == of_ids.offsets
+    begin = 0
+    for token, at in zip(ids, of_ids.offsets, strict=True):
+        name = spelling.name(token).text
+        if name.startswith("bytes:\\x"):
+            assert text[at] in "é\N{SNOWMAN} ", (name, at)
+        else:
+            # The space before the first word is none of the text.
+            name = name if at else name.removeprefix("" if text.startswith(name) else " ")
+            assert text.startswith(name, at) and at >= begin, (name, at)
+        begin = at
+    half = tokenizer.encode("aé")[:-1]
+    assert spelling.prompt(half, None, ends=False).text == "a"
+    assert spelling.prompt(half, None, ends=True).text == "a" + UNKNOWN

@@ -198,3 +198,40 @@ def test_outside_of_a_manual_region():
         vocab_parallel.cross_entropy(x, head, targets, weights, "tp", vocab_size=V)
     with pytest.raises(ValueError, match="embed: axis 'tp' is not a manual mesh axis"):
         vocab_parallel.embed(head.T, targets, "tp")
+
+
+def test_logits_exist_a_chunk_at_a_time():
+    """Values, ties and memory of `vocab_parallel.logprobs` on two ranks, for a vocabulary that is padded."""
+    mesh, length, vocab, random = make_mesh(tp=2), 300, 500, np.random.default_rng(3)
+    x = random.standard_normal((length, 8)).astype(np.float32)
+    head = random.standard_normal((8, 512)).astype(np.float32)
+    head[:, 3] *= 4
+    head[:, 400] = head[:, 3]  # a tie between ranks, another in one
+    head[:, 5] = head[:, 4]
+    targets = random.integers(0, vocab, length).astype(np.int32)
+
+    def jitted(softcap):
+        run = functools.partial(vocab_parallel.logprobs, axis="tp", vocab_size=vocab, top=7, chunk=64, softcap=softcap)
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
+
+    program = jitted(None)
+    chosen, best, ids = map(np.asarray, program(x, head, targets))
+    logits = (x.astype(np.float64) @ head)[:, :vocab]
+    want = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    np.testing.assert_allclose(chosen, want[np.arange(length), targets], atol=1e-4)
+    order = np.argsort(-want.astype(np.float32), axis=1, kind="stable")[:, :7]
+    np.testing.assert_allclose(best, np.take_along_axis(want, order, 1), atol=1e-4)
+    assert (ids == order).all()
+    ties = (ids[:, :-1] == 3) & (ids[:, 1:] == 400)
+    assert ties.any()
+    exact = program(x, head, ids[:, 2])[0]
+    assert (np.asarray(exact) == best[:, 2]).all()
+    assert np.isnan(program(x, head, jnp.full(length, vocab))[0]).all()
+    text = program.lower(x, head, targets).compile().as_text()
+    assert "f32[60,256]" in text and not any(f"f32[{rows},256]" in text for rows in (300, 320, 64))
+    assert "f32[5,60,256]" not in text and "f32[300,512]" not in text
+    capped = 3 * np.tanh(logits / 3)
+    want = capped - np.log(np.exp(capped).sum(1, keepdims=True))
+    chosen, best, _ = jitted(3.0)(x, head, targets)
+    np.testing.assert_allclose(chosen, want[np.arange(length), targets], atol=1e-4)
+    np.testing.assert_allclose(best, -np.sort(-want, axis=1)[:, :7], atol=1e-4)

@@ -121,11 +121,10 @@ class _Bodies:
 
 
 async def _whole(answer: Answer, reply: Reply) -> Response:
-    texts, reasons = [""] * len(answer.jobs), [""] * len(answer.jobs)
+    choices = [[] for _ in answer.jobs]
     async for delta in answer.deltas():
-        texts[delta.index] += delta.text
-        reasons[delta.index] = delta.reason or ""
-    return JSONResponse(reply.whole(texts, reasons, answer))
+        choices[delta.index].append(delta)
+    return JSONResponse(reply.whole(choices, answer))
 
 
 async def _unless_gone(request: Request, work: Awaitable) -> Any:

@@ -24,6 +24,7 @@ import numpy as np
 
 from taco_jax.config import cli
 from taco_jax.inference.compiled import bucket
+from taco_jax.inference.logprobs import Scores
 from taco_jax.inference.sampling import NOT_FINITE
 from taco_jax.inference.serving.batch_programs import RowPrograms
 from taco_jax.inference.serving.engine_types import Event, Job
@@ -47,10 +48,15 @@ class Counts(NamedTuple):
 
 
 class _Started(NamedTuple):
-    """A program that was started: the tokens that it will have chosen, and whose they are."""
+    """A program that was started: the tokens that it will have chosen, and whose they are.
+
+    scores: of the tokens, for all rows of the batch or, `prompt` beside them, for one.
+    """
 
     tokens: jax.Array
     rows: list[tuple[int, Job]]
+    scores: Scores | None = None
+    prompt: Scores | None = None
 
 
 class Engine:
@@ -109,6 +115,11 @@ class Engine:
                 if job in self._waiting:
                     self._waiting.remove(job)
 
+    def prepare(self, lengths: Sequence[int], top: int, *, whole: bool, steps: bool) -> None:
+        """`RowPrograms.prepare` for prompts of these lengths, in a thread that is not the engine's."""
+        for length in lengths:
+            self._programs.prepare(length, top, whole=whole, steps=steps)
+
     def _run(self) -> None:
         started: deque[_Started] = deque()
         try:
@@ -151,10 +162,10 @@ class Engine:
         tokens_1L[0, : len(job.prompt)] = job.prompt
         where = np.array([len(job.prompt), row], np.int32)
         arguments = programs.put((tokens_1L, where, job.row()))
-        insert = programs.insert(tokens_1L.shape[1])
-        self._state, self._cache = insert(programs.params, self._state, self._cache, *arguments)
+        insert = programs.insert(tokens_1L.shape[1], top=job.top, whole=job.whole)
+        self._state, self._cache, scores = insert(programs.params, self._state, self._cache, *arguments)
         job.started += 1
-        return _Started(self._state.tokens, [(row, job)])
+        return _Started(self._state.tokens, [(row, job)], *scores)
 
     def _step(self, rows: list[tuple[int, Job]]) -> _Started:
         programs, mask = self._programs, [False] * len(self._rows)
@@ -163,24 +174,25 @@ class Engine:
             job.started += 1
         if self._live is None or self._live[0] != tuple(mask):
             self._live = tuple(mask), programs.put(np.array(mask))
-        step = programs.step(greedy=all(job.temperature == 0 for _, job in rows))
-        self._state, self._cache = step(programs.params, self._state, self._cache, self._live[1])
-        return _Started(self._state.tokens, rows)
+        top = max(job.top for _, job in rows)
+        step = programs.step(greedy=all(job.temperature == 0 for _, job in rows), top=top)
+        self._state, self._cache, scores = step(programs.params, self._state, self._cache, self._live[1])
+        return _Started(self._state.tokens, rows, scores)
 
     def _read(self, started: _Started) -> None:
         """Waits for a program and hands out its tokens."""
         tokens = np.asarray(started.tokens).tolist()
+        scores, prompt = jax.device_get((started.scores, started.prompt))
         for row, job in started.rows:
+            event = _event(job, tokens[row], _of_row(scores, row) if job.top else None, prompt)
             with self._changed:
                 if job.done:
                     continue
                 job.received += 1
-                end = "eos" if tokens[row] in job.eos else "length" if job.received == job.max_tokens else None
-                if tokens[row] == NOT_FINITE:
-                    end = "not finite"
+                end = event.end or ("length" if job.received == job.max_tokens else None)
                 if end:
                     self._drop(job)
-            job.put(Event(None if end == "not finite" else tokens[row], end))
+            job.put(event._replace(end=end))
 
     def _drop(self, job: Job) -> None:
         job.done = True
@@ -197,3 +209,20 @@ class Engine:
             self._changed.notify()
         for job in jobs:
             job.put(Event(None, "failed"))
+
+
+def _of_row(scores: Scores, row: int) -> Scores:
+    """Scores of one row, of a program for all rows or for one."""
+    at = min(row, len(scores.chosen) - 1)
+    return Scores(*(a[at : at + 1] for a in scores))
+
+
+def _event(job: Job, token: int, scores: Scores | None, prompt: Scores | None) -> Event:
+    """The event of a job's token, but for its end by length. prompt: scores of all positions of a padded prompt."""
+    if prompt is not None:
+        prompt = Scores(*(a[: len(job.prompt) - 1] for a in prompt))
+    if token == NOT_FINITE or (prompt is not None and np.isnan(prompt.best).any()):
+        return Event(None, "not finite")
+    if not job.max_tokens:
+        return Event(None, "length", None, prompt)
+    return Event(token, "eos" if token in job.eos else None, scores, prompt)

@@ -8,22 +8,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from taco_jax.inference.logprobs import Scores
 from taco_jax.inference.sampling import Rows
 
 
 class Event(NamedTuple):
     """A token of a job. end: "eos" or "length" on its last; without a token "failed" where the engine stopped, and
-    "not finite" where the model's logits are."""
+    "not finite" where the model's logits are.
+
+    scores: of the token (B = 1), for jobs that ask for log-probabilities. prompt: with a job's first event, of all
+    tokens of its prompt but the first, for those that ask for these. A job of no tokens has one event, without a token.
+    """
 
     token: int | None
     end: str | None
+    scores: Scores | None = None
+    prompt: Scores | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
     """prompt and max_tokens fit the engine's longest sequence. put: called with each Event, in the engine's thread.
 
-    started, received: how many tokens were begun and have arrived. done: nothing more is put.
+    top: alternatives of each token that programs compute, 0 for no log-probabilities (`logprobs.width`). whole: the
+    prompt's own tokens are scored too. started, received: how many tokens were begun and have arrived. done: nothing
+    more is put.
     """
 
     prompt: list[int]
@@ -34,6 +43,8 @@ class Job:
     top_p: float = 1.0
     seed: int = 0
     eos: frozenset[int] = frozenset()
+    top: int = 0
+    whole: bool = False
     started: int = 0
     received: int = 0
     done: bool = False

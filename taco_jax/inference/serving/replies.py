@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from taco_jax.inference.serving.service import Answer, Delta
+from taco_jax.inference.serving.spelling import joined
 
 DONE = "data: [DONE]\n\n"
 
@@ -35,11 +36,13 @@ class Reply:
             "model": model,
         }
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], answer: Answer) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[Delta]], answer: Answer) -> dict[str, Any]:
+        """Returns the object of all choices, each of its deltas."""
         choices = [
-            {"index": i, **self._content(text), "logprobs": None, "finish_reason": reason}
-            for i, (text, reason) in enumerate(zip(texts, reasons))
-        ]
+            self._choice(i, self._content("".join(delta.text for delta in deltas)), deltas[-1].reason,
+                         joined(delta.logprobs for delta in deltas))
+            for i, deltas in enumerate(choices)
+        ]  # fmt: skip
         return {**self._head, "choices": choices, "usage": usage(answer)}
 
     def opening(self) -> Iterable[dict[str, Any]]:
@@ -50,10 +53,11 @@ class Reply:
     def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
         """Returns the pieces of a delta. A chat's reason comes by itself, after the last text."""
         if not self._chat:
-            yield self._chunk([self._choice(delta.index, {"text": delta.text}, delta.reason)])
+            yield self._chunk([self._choice(delta.index, {"text": delta.text}, delta.reason, delta.logprobs)])
             return
-        if delta.text:
-            yield self._chunk([self._choice(delta.index, {"delta": {"content": delta.text}}, None)])
+        if delta.text or delta.logprobs:
+            content = {"delta": {"content": delta.text}}
+            yield self._chunk([self._choice(delta.index, content, None, delta.logprobs)])
         if delta.reason:
             yield self._chunk([self._choice(delta.index, {"delta": {}}, delta.reason)])
 
@@ -65,8 +69,12 @@ class Reply:
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
 
-    def _choice(self, index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, index: int, content: dict[str, Any], reason: str | None, logprobs: dict | list | None = None
+    ) -> dict[str, Any]:
+        if self._chat and logprobs is not None:
+            logprobs = {"content": logprobs, "refusal": None}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

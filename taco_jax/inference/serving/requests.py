@@ -1,7 +1,7 @@
 """The bodies of requests, checked field by field before anything else happens.
 
 A field that would change the answer and that this server has not is refused, unless its value is the one that changes
-nothing (n=1, logprobs=null). Fields that OpenAI's clients send along and that change no answer are taken and ignored.
+nothing (n=1, suffix=null). Fields that OpenAI's clients send along and that change no answer are taken and ignored.
 Any other field is an error, with the nearest known name, unless it is null: programs that pass on what they were sent
 write out all fields that they know.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from taco_jax.errors import did_you_mean
+from taco_jax.inference.logprobs import MOST_ALTERNATIVES
 from taco_jax.inference.serving.engine_types import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; an answer in a chat ends at the longest sequence
@@ -22,6 +23,8 @@ MAX_STOPS = 4
 ROLES = ("system", "developer", "user", "assistant")
 
 OWN = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "ignore_eos")
+OWN_OF_COMPLETIONS = ("prompt", "logprobs", "echo")
+OWN_OF_CHATS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
 IGNORED = (
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "request_id", "priority", "cache_prompt",
@@ -60,11 +63,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
 }
-OF_COMPLETIONS = {"echo": (False,), "logprobs": (), "suffix": ("",), "add_special_tokens": (True,)}
+OF_COMPLETIONS = {"suffix": ("",), "add_special_tokens": (True,)}
 OF_CHATS = {
     "echo": (False,), "add_special_tokens": (False,), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "documents": ([],), "include_reasoning": (True, False),
-    "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
+    "tools": ([],), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
     "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": ("medium",),
     "web_search_options": (), "response_format": ({"type": "text"},),
@@ -73,7 +76,10 @@ OF_CHATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """prompts: texts or ids, or the messages of one chat. max_tokens: None where the client named none."""
+    """prompts: texts or ids, or the messages of one chat. max_tokens: None where the client named none.
+
+    logprobs: alternatives of each token; None for no log-probabilities. echo: prompts come with their answers.
+    """
 
     model: str | None
     prompts: tuple[str | list[int], ...]
@@ -87,13 +93,15 @@ class Request:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    logprobs: int | None = None
+    echo: bool = False
 
 
 def parse(raw: bytes, *, chat: bool) -> Request:
     """The request of a body. Raises RequestError, naming the field, its value and the rule."""
     body = _object(raw)
     neutral = NEUTRAL | (OF_CHATS if chat else OF_COMPLETIONS)
-    own = [*OWN, *(("messages", "max_completion_tokens") if chat else ("prompt",))]
+    own = [*OWN, *(OWN_OF_CHATS if chat else OWN_OF_COMPLETIONS)]
     for key, value in body.items():
         if key in neutral:
             _check_neutral(key, value, neutral[key])
@@ -102,11 +110,12 @@ def parse(raw: bytes, *, chat: bool) -> Request:
             raise RequestError(f"{key[:60]}: no such field{'; ' if hint else ''}{hint}", key[:60])
     get = lambda key, default=None: default if body.get(key) is None else body[key]
     stream = _boolean(get("stream", False), "stream")
+    echo = not chat and _boolean(get("echo", False), "echo")
     return Request(
         model=_model(get("model")),
         prompts=() if chat else _prompts(get("prompt")),
         messages=_messages(get("messages")) if chat else None,
-        max_tokens=_max_tokens(get, chat),
+        max_tokens=_max_tokens(get, chat, echo),
         temperature=_number(get("temperature", 1.0), "temperature", 0, 2),
         top_p=_top_p(get("top_p", 1.0)),
         top_k=max(0, _integer(get("top_k", 0), "top_k", -1, 2**31 - 1)),  # -1: all tokens, as 0
@@ -115,6 +124,8 @@ def parse(raw: bytes, *, chat: bool) -> Request:
         ignore_eos=_boolean(get("ignore_eos", False), "ignore_eos"),
         stream=stream,
         include_usage=_include_usage(get("stream_options"), stream),
+        logprobs=_logprobs(get, chat),
+        echo=echo,
     )
 
 
@@ -189,12 +200,26 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     return {"role": role, "content": content} | ({"name": value["name"]} if value.get("name") else {})
 
 
-def _max_tokens(get, chat: bool) -> int | None:
+def _logprobs(get, chat: bool) -> int | None:
+    """Alternatives of each token. A chat says by another field whether it wants any."""
+    if not chat:
+        return None if get("logprobs") is None else _integer(get("logprobs"), "logprobs", 0, MOST_ALTERNATIVES)
+    wanted = _boolean(get("logprobs", False), "logprobs")
+    top = _integer(get("top_logprobs", 0), "top_logprobs", 0, MOST_ALTERNATIVES)
+    if top and not wanted:
+        raise RequestError(f"top_logprobs={top}: is for logprobs=true only", "top_logprobs")
+    return top if wanted else None
+
+
+def _max_tokens(get, chat: bool, echo: bool) -> int | None:
     keys = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     given = [key for key in keys if get(key) is not None]
     if len(given) == 2:
         raise RequestError("max_tokens: is the old name of max_completion_tokens; give one of them", "max_tokens")
-    return _integer(get(given[0]), given[0], 1, 2**31 - 1) if given else None
+    if given and not echo and type(get(given[0])) is int and get(given[0]) == 0:
+        more = "; 0 is for echo=true only" if not chat else ""
+        raise RequestError(f"{given[0]}=0: must be an integer from 1 to {2**31 - 1}{more}", given[0])
+    return _integer(get(given[0]), given[0], 0 if echo else 1, 2**31 - 1) if given else None
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -17,26 +17,33 @@ from typing import NamedTuple
 
 from taco_jax.config import ConfigError
 from taco_jax.inference.generator import Generator
+from taco_jax.inference.logprobs import Scores, width
 from taco_jax.inference.sampling import why_not_finite
 from taco_jax.inference.serving.chat import Chat
 from taco_jax.inference.serving.control import ControlTokens
 from taco_jax.inference.serving.engine import Engine, QueueFull, Stopped
 from taco_jax.inference.serving.engine_types import Event, Job, RequestError, Stops
 from taco_jax.inference.serving.requests import DEFAULT_MAX_TOKENS, Request
+from taco_jax.inference.serving.spelling import Prompt, Spelling, joined
 from taco_jax.inference.text import Tokenizer
 
 SHORT = 1 << 15  # bytes of a prompt, which a thread encodes in some ms
 PER_TOKEN = 16  # characters: where a text has more than that for each token that fits, a part of it is tried first
 CUT = 1000  # characters in which a part of a text must find a space to end at
+MOST_VALUES = 1 << 20  # log-probabilities of one answer, which take some 100 bytes each
 MESSAGES = 4  # times what fits: a template may leave out what an assistant has thought
 
 
 class Delta(NamedTuple):
-    """The news of one choice. reason: "stop" or "length" on its last, else None."""
+    """The news of one choice. reason: "stop" or "length" on its last, else None.
+
+    logprobs: of the tokens since the one before, in the form of `Spelling`; None where none were asked for.
+    """
 
     index: int
     text: str
     reason: str | None
+    logprobs: dict | list | None = None
 
 
 class Service:
@@ -61,7 +68,8 @@ class Service:
         self._control = ControlTokens(tokenizer, generator.checkpoint.eos)
         self._most_bytes = longest * max(len(token.encode()) for token in tokenizer.library.get_vocab())
         pool = functools.partial(ThreadPoolExecutor, thread_name_prefix="encode")
-        self._chats, self._short, self._long = pool(2), pool(2), pool(1)
+        self._chats, self._short, self._long, self._compiling = pool(2), pool(2), pool(1), pool(1)
+        self.spelling = Spelling(tokenizer)
         self._stopped: set[asyncio.Future] = set()
 
     @property
@@ -109,20 +117,33 @@ class Service:
         """Returns what is wrong where the model's logits are not finite."""
         return why_not_finite(self._generator.settings.dtype)
 
+    async def spelled(self, prompt: Prompt, scores: Scores, asked: int) -> dict[str, list]:
+        """`Spelling.prompt_completion`, in a thread: a long prompt's may take a while."""
+        spell = self.spelling.prompt_completion
+        return await asyncio.get_running_loop().run_in_executor(self._short, spell, prompt, scores, asked)
+
     def new_job(self, request: Request, prompt: list[int], seed: int, put) -> Job:
-        room = self.longest - len(prompt)
-        limit = request.max_tokens or (room if request.messages else DEFAULT_MAX_TOKENS)
         eos = frozenset() if request.ignore_eos else self._generator.checkpoint.eos
         return Job(
             prompt,
-            min(limit, room),
+            self._max_tokens(request, len(prompt)),
             put,
             request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
             seed=seed,
             eos=eos,
+            top=self._width(request),
+            whole=request.echo and request.logprobs is not None,
         )
+
+    def _max_tokens(self, request: Request, length: int) -> int:
+        """Tokens that follow a prompt of that length, at most."""
+        limit = (self.longest if request.messages else DEFAULT_MAX_TOKENS) if (n := request.max_tokens) is None else n
+        return min(limit, self.longest - length)
+
+    def _width(self, request: Request) -> int:
+        return 0 if request.logprobs is None else width(request.logprobs, self._generator.config.vocab_size)
 
     def _check_sizes(self, request: Request) -> None:
         """Refuses what cannot fit by its bytes, before anything is done with it."""
@@ -137,13 +158,24 @@ class Service:
                 raise _too_long("prompt", f"{size} bytes; {self.longest} tokens have at most {self._most_bytes}")
 
     def _check_length(self, length: int, request: Request, key: str, more: str = "") -> None:
-        if length + (request.max_tokens or 1) > self.longest:
+        if length + (1 if request.max_tokens is None else request.max_tokens) > self.longest:
             wanted = f" and {request.max_tokens} to answer" if request.max_tokens else ""
             raise _too_long(key, f"{more}{length} tokens{wanted}; at most {self.longest} fit together")
 
-    async def _encoded(self, request: Request, count: int) -> list[list[int]]:
-        """The ids of all prompts. Their places in the queue are taken until the threads are done with them, although
-        the client may have gone, or the server be shutting down."""
+    def _check_values(self, request: Request, rows: Sequence[list[int]]) -> None:
+        """Refuses what would be more log-probabilities than an answer should hold."""
+        if request.logprobs is not None:
+            tokens = sum(request.echo * len(ids) + self._max_tokens(request, len(ids)) for ids in rows)
+            if tokens * (1 + request.logprobs) > MOST_VALUES:
+                message = f"logprobs={request.logprobs}: {tokens} tokens would have {1 + request.logprobs} values each"
+                raise RequestError(f"{message}; an answer has at most {MOST_VALUES}", "logprobs")
+
+    async def _encoded(self, request: Request, count: int) -> list[Prompt]:
+        """The ids of all prompts, and their texts where these are needed; programs for log-probabilities are compiled.
+
+        Their places in the queue are taken until the threads are done with them, although the client may have gone, or
+        the server be shutting down.
+        """
         given_up = threading.Event()
         work = asyncio.ensure_future(self._encode(request, given_up))
         stopped = asyncio.get_running_loop().create_future()
@@ -164,7 +196,7 @@ class Service:
     def _left(self, count: int) -> None:
         self.encoding -= count
 
-    async def _encode(self, request: Request, given_up: threading.Event) -> list[list[int]]:
+    async def _encode(self, request: Request, given_up: threading.Event) -> list[Prompt]:
         """Each part of the work in the threads that it is for; nothing more is begun once it is given up."""
         loop = asyncio.get_running_loop()
 
@@ -177,12 +209,27 @@ class Service:
             text, marks = await loop.run_in_executor(self._chats, unless_given_up, self._chat, request)
             threads = self._short if len(text) <= SHORT else self._long
             ids = functools.partial(unless_given_up, self._chat_ids, text, marks, request)
-            return [await loop.run_in_executor(threads, ids)]
-        rows = []
-        for prompt in request.prompts:
-            threads = self._short if len(prompt) <= SHORT else self._long
-            rows.append(await loop.run_in_executor(threads, unless_given_up, self._prompt_ids, prompt, request))
+            rows = [Prompt(await loop.run_in_executor(threads, ids))]
+        else:
+            rows = []
+            for prompt in request.prompts:
+                threads = self._short if len(prompt) <= SHORT else self._long
+                rows.append(await loop.run_in_executor(threads, unless_given_up, self._prompt, prompt, request))
+        self._check_values(request, [row.ids for row in rows])
+        if request.logprobs is not None:
+            prepare = functools.partial(
+                self.engine.prepare, whole=request.echo, steps=request.max_tokens is None or request.max_tokens > 1
+            )
+            lengths = [len(row.ids) for row in rows]
+            await loop.run_in_executor(self._compiling, unless_given_up, prepare, lengths, self._width(request))
         return rows
+
+    def _prompt(self, prompt: str | list[int], request: Request) -> Prompt:
+        ids = self._prompt_ids(prompt, request)
+        if not request.echo and request.logprobs is None:
+            return Prompt(ids)
+        text = prompt if isinstance(prompt, str) else None
+        return self.spelling.prompt(ids, text, ends=request.max_tokens == 0)
 
     def _chat(self, request: Request) -> tuple[str, dict[str, str]]:
         marked = self._control.mark(request.messages, self.chat.source)
@@ -243,29 +290,38 @@ def _queue_full() -> RequestError:
 class Answer:
     """The choices of one request, one for each prompt. `close` must be called, whatever happens."""
 
-    def __init__(self, service: Service, tokenizer: Tokenizer, request: Request, prompts: Sequence[list[int]]):
+    def __init__(self, service: Service, tokenizer: Tokenizer, request: Request, prompts: Sequence[Prompt]):
         self._service, self._closed = service, False
+        self._request, self._prompts = request, prompts
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
         seed = secrets.randbits(32) if request.seed is None else request.seed
         self.jobs = [
-            service.new_job(request, prompt, seed + i, functools.partial(self._put, i))
+            service.new_job(request, prompt.ids, seed + i, functools.partial(self._put, i))
             for i, prompt in enumerate(prompts)
         ]
-        self._texts = [(tokenizer.stream(prompt), Stops(request.stop)) for prompt in prompts]
-        self.prompt_tokens, self.completion_tokens = sum(map(len, prompts)), 0
+        self._texts = [(tokenizer.stream(prompt.ids), Stops(request.stop)) for prompt in prompts]
+        self._begun: set[int] = set()
+        self._offsets = [len(prompt.text) for prompt in prompts]  # characters before the next token
+        self.prompt_tokens, self.completion_tokens = sum(len(prompt.ids) for prompt in prompts), 0
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What is new, as it comes. Raises RequestError (500) where the engine fails."""
-        left = set(range(len(self.jobs)))
+        left, held = set(range(len(self.jobs))), {}
         while left:
             index, event = await self._events.get()
             if index not in left:
                 continue  # a token after the stop string
+            before = [held.pop(index, None)]
+            if event.prompt is not None:
+                before.append(await self._service.spelled(self._prompts[index], event.prompt, self._request.logprobs))
             delta = self._delta(index, event)
+            delta = delta._replace(logprobs=joined([*before, delta.logprobs]))
             if delta.reason:
                 left.discard(index)
             if delta.text or delta.reason:
                 yield delta
+            else:
+                held[index] = delta.logprobs
 
     def close(self) -> None:
         """Frees the rows of jobs that are not done."""
@@ -285,13 +341,30 @@ class Answer:
             raise RequestError(self._service.trouble or "the engine failed", status=500, code="engine_stopped")
         if event.end == "not finite":
             raise RequestError(self._service.why_not_finite(), status=500, code="not_finite")
+        first = index not in self._begun
+        self._begun.add(index)
+        echoed = self._prompts[index].text if self._request.echo and first else ""
+        if event.token is None:
+            return Delta(index, echoed, event.end)
         self.completion_tokens += 1
         stream, stops = self._texts[index]
         text = stream.add(event.token) if event.end != "eos" else ""
-        text = stops.add(text + stream.flush() if event.end else text)
+        text = text + stream.flush() if event.end else text
+        logprobs = self._logprobs(index, event)
+        self._offsets[index] += len(text)
+        text = echoed + stops.add(text)
         if stops.stopped:
             self._service.engine.cancel(self.jobs[index])
-            return Delta(index, text, "stop")
+            return Delta(index, text, "stop", logprobs)
         if event.end:
-            return Delta(index, text + stops.rest(), "stop" if event.end == "eos" else "length")
-        return Delta(index, text, None)
+            return Delta(index, text + stops.rest(), "stop" if event.end == "eos" else "length", logprobs)
+        return Delta(index, text, None, logprobs)
+
+    def _logprobs(self, index: int, event: Event) -> dict | list | None:
+        """Returns those of one token. A chat leaves out the token that ends it, which is no part of its message."""
+        if event.scores is None:
+            return None
+        spelling, asked = self._service.spelling, self._request.logprobs
+        if self._request.messages is not None:
+            return [] if event.end == "eos" else spelling.chat([event.token], event.scores, asked)
+        return spelling.completion([event.token], [self._offsets[index]], event.scores, asked)
