@@ -23,6 +23,9 @@ COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
+OPTIMIZERS = ("adamw", "lion", "muon")
+LEARNING_RATES = ("cosine", "linear", "wsd", "constant")
+MOMENT_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +201,16 @@ class DataConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """AdamW with warm-up and a cosine."""
+    """The optimiser, and its learning rate over the steps."""
 
     PREFIX = "optimizer."
 
+    name: str = "adamw"
+    """Optimiser: adamw, lion (one moment) or muon (matrices of layers; adamw for embeddings, head, norms, biases)."""
+    schedule: str = "cosine"
+    """Learning rate after the warm-up: cosine, linear, wsd (constant, then linear at the end) or constant."""
+    decay_fraction: float = 0.2
+    """Share of the steps, the last ones, in which the learning rate falls with schedule=wsd."""
     learning_rate: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float | None = None
@@ -211,9 +220,13 @@ class OptimizerConfig(Checked):
     warmup_steps: int = 100
     """Steps in which the learning rate rises linearly."""
     beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the gradient's running mean; lion's share of that mean in its update."""
     beta2: float = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean; lion's decay of the gradient's running mean."""
+    momentum: float = 0.95
+    """Decay of the gradient's running mean of matrices with name=muon."""
+    moment_dtype: str = "float32"
+    """Type in which the gradient's running mean is kept: float32, or bfloat16 for half the memory."""
     eps: float = 1e-8
     """Added to the root of the squared gradient's mean."""
     weight_decay: float = 0.1
@@ -228,14 +241,18 @@ class OptimizerConfig(Checked):
         return self.learning_rate * self.min_learning_rate_ratio if given is None else given
 
     def check_fields(self) -> None:
+        self.one_of("name", OPTIMIZERS)
+        self.one_of("schedule", LEARNING_RATES)
+        self.one_of("moment_dtype", MOMENT_DTYPES)
         self.above_0("learning_rate", "eps")
         self.at_least(0, "warmup_steps")
+        self.require(0 < self.decay_fraction <= 1, "decay_fraction", "must be above 0 and at most 1")
         for key in ("min_learning_rate", "weight_decay"):
             value = getattr(self, key)
             self.require(value is None or 0 <= value < math.inf, key, "must be 0 or more and finite")
         rule = "must be from 0 to 1, the share of learning_rate at the last step"
         self.require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", rule)
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "momentum"):
             self.require(0 <= getattr(self, key) < 1, key, "must be at least 0 and below 1")
         rule = (
             f"must not exceed learning_rate={self.learning_rate}; None makes it a share of that, "

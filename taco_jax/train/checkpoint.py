@@ -240,8 +240,11 @@ class Checkpoints:
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
         run = self._record(step)
         self._check_complete(step, run, meta)
-        self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
-        items = {"state": args.StandardRestore(targets, strict=False)}
+        described = _described(_tree({"state": self._readable(step, lambda: meta["state"])}, "state"))
+        # Digests are of what is stored, so arrays come back in its type.
+        as_stored = _with_moments_of(described, targets)
+        self._check_shapes(step, as_stored, described, vocab_size)
+        items = {"state": args.StandardRestore(as_stored, strict=False)}
         stored = _tree(meta, _SCALES) or {}
         if scales and stored:
             items[_SCALES] = args.StandardRestore(_alike(stored, scales))
@@ -253,6 +256,10 @@ class Checkpoints:
         self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
         remarks = []
         restored = dict(found["state"])
+        if as_stored is not targets:
+            cast = lambda a, target: a.astype(target.dtype)  # which is `a` where that is its type
+            restored = jax.tree.map(cast, restored, targets)
+            remarks.append("the optimiser's first moments are in another type than the checkpoint's")
         if scales is not None:
             kept = [site for site in scales if _described(scales[site]) == _described(stored.get(site))]
             restored[_SCALES] = scales and {site: found[_SCALES][site] for site in kept}
@@ -342,9 +349,16 @@ class Checkpoints:
             else "no other is before it"
         )
 
-    def _check_shapes(self, step: int, targets: Any, meta: Any, vocab_size: int) -> None:
-        want, have = _described(targets), _described(getattr(meta, "tree", meta))
+    def _check_shapes(self, step: int, targets: Any, have: dict[str, tuple], vocab_size: int) -> None:
+        """have: `_described` of what is stored."""
+        want = _described(targets)
         where = f"checkpoint {self.folder / str(step)}"
+        theirs, ours = _optimizer_of(have), _optimizer_of(want)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{where}: has the optimiser's state of {theirs}, the run has optimizer.name={ours!r}; go on with "
+                f"--optimizer.name {theirs}, or use another --workdir"
+            )
         if want.keys() != have.keys():
             odd = sorted(want.keys() ^ have.keys())[:3]
             raise CheckpointError(
@@ -406,6 +420,33 @@ def _alike(stored: Any, scales: Any) -> Any:
     whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}
     same = {site for site in scales if _described(scales[site]) == _described(stored.get(site))}
     return whole | {site: scales[site] for site in same}
+
+
+def _optimizer_of(described: dict[str, Any]) -> str:
+    """The name of the optimiser that the arrays `described` are of (`taco_jax.train.optim.make`)."""
+    parts = {part for name in described if name.startswith("opt_state.") for part in name.split(".")}
+    return "muon" if "muon" in parts else "lion" if "mu" in parts and "nu" not in parts else "adamw"
+
+
+def _with_moments_of(described: dict[str, Any], targets: Any) -> Any:
+    """`targets` with the optimiser's first moments in the type in which they are stored; itself where that is theirs.
+
+    No other array changes its type.
+    """
+    have = {name: dtype for name, (_, dtype) in described.items()}
+    odd = {
+        name
+        for name, (_, dtype) in _described(targets).items()
+        if ".mu." in name and {dtype, have.get(name)} == {"float32", "bfloat16"}
+    }
+    if not odd:
+        return targets
+
+    def stored(path, a):
+        name = ".".join(_name(key) for key in path)
+        return jax.ShapeDtypeStruct(a.shape, have[name], sharding=a.sharding) if name in odd else a
+
+    return jax.tree_util.tree_map_with_path(stored, targets)
 
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
