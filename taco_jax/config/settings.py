@@ -13,7 +13,7 @@ from typing import Any
 
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
-from taco_jax.config.rules import Checked
+from taco_jax.config.rules import Checked, first_and_last
 from taco_jax.config.schedule import SCHEDULES
 from taco_jax.errors import ConfigError, listed
 from taco_jax.models.config import ModelConfig
@@ -296,11 +296,17 @@ class MetricsConfig(Checked):
     tensorboard: bool = False
     """Also write TensorBoard event files (extra 'tensorboard')."""
     wandb: bool = False
-    """Also log to Weights & Biases (extra 'wandb')."""
+    """Also log to Weights & Biases (extra 'wandb'); a resumed run goes on as the same run there."""
+    run_name: str | None = None
+    """Name of the run in TensorBoard and Weights & Biases; None: that of the workdir's folder."""
 
     def check_fields(self) -> None:
         self.at_least(1, "every")
         self.at_least(0, "snr_every")
+        name = self.run_name
+        rule = "must be a name of 1 to 120 characters without / and not . or .., since it names a folder too"
+        fits = name is None or (0 < len(name) <= 120 and "/" not in name and name.isprintable() and name.strip("."))
+        self.require(bool(fits), "run_name", rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,6 +363,10 @@ class TrainConfig(Checked):
     """Seed of the parameters and of the order of the data."""
     workdir: str = "runs/train"
     """Folder for config.json, metrics.jsonl, loss.png and checkpoints; an existing one is resumed."""
+    log_file: str | None = None
+    """File that the run's lines are appended to as well, by the first process; relative to the current folder."""
+    profile: str | None = None
+    """START:STOP: record a trace of these steps, both included, in the workdir's folder profile, for xprof."""
     devices: str | None = None
     """'cpu:8' emulates eight devices on the CPU, in each process; 'cpu', 'gpu' or None take what JAX finds."""
     distributed: str = "auto"
@@ -397,6 +407,14 @@ class TrainConfig(Checked):
         self.one_of("attention_implementation", ATTENTION)
         self.one_of("distributed", DISTRIBUTED)
         self.above_0("gpu_memory_gb")
+        if self.profile is not None:
+            try:
+                first, _ = first_and_last(self.profile)
+            except ValueError as error:
+                self.require(False, "profile", str(error))
+            stop = min(self.steps, self.stop_after or self.steps)
+            self.require(first <= stop, "profile", f"the run ends at step {stop}; trace steps up to that")
+        self.require(self.log_file != "", "log_file", "must be the path of a file")
 
 
 def divisors(n: int) -> list[int]:

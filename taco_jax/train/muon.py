@@ -35,7 +35,7 @@ from taco_jax.train.shards import Cut
 
 RMS = 0.2
 """Root mean square of an update at learning rate 1: that of AdamW's (arXiv 2502.16982, section 2.2)."""
-SITE = "optimizer/muon"
+SITE = "muon"
 
 
 class MomentumState(NamedTuple):

@@ -162,8 +162,9 @@ def map_params(function: Callable, state: Any, *trees: Any, other: Callable[[Any
 
 def describe(config: OptimizerConfig) -> str:
     """Returns what the optimiser's state holds, for the dry run."""
-    m, name = config.moment_dtype, {"adamw": "AdamW", "lion": "Lion", "muon": "Muon"}[config.name]
+    m, wide = config.moment_dtype, config.moment_dtype == "float32"
     if config.name == "lion":
-        return f"{name}, one {m} moment"
-    moments = "two float32 moments" if m == "float32" else f"{m} first and float32 second moments"
-    return f"{name}, {moments}" if config.name == "adamw" else f"{name}, one {m} moment; beside it AdamW, {moments}"
+        return f"Lion, one {m} moment"
+    if config.name == "muon":
+        return f"Muon, AdamW for the rest; first moments {m}"
+    return "AdamW, two float32 moments" if wide else f"AdamW, moments {m} and float32"
