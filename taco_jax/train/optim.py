@@ -137,7 +137,7 @@ def with_moments(optimizer: optax.GradientTransformation, dtype: Any) -> optax.G
 
 
 def is_first_moment(path: Any) -> bool:
-    """Whether a leaf with this path of an optimiser's state is a first moment."""
+    """Returns whether a leaf with this path of an optimiser's state is a first moment."""
     return any(getattr(key, "name", None) == "mu" for key in path)
 
 

@@ -23,7 +23,7 @@ CONFIG = cli.parse(["--config", str(FILE), *FLAGS])
 # They say where a run begins and ends, what it writes and how often it validates.
 OF_THE_RUN = {
     "workdir": "", "seed": 0, "stop_after": None, "checkpoint": CheckpointConfig(), "metrics": MetricsConfig(),
-    "evaluation": EvalConfig(),
+    "evaluation": EvalConfig(), "profile": None, "log_file": None,
 }  # fmt: skip
 
 
