@@ -27,6 +27,7 @@ from taco_jax.mesh import make_mesh
 from taco_jax.train import optim
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.data_parallel import DataParallel
+from taco_jax.train.dry_run import local_bytes
 from taco_jax.train.muon import RMS, SITE, WholeMatrices, orthogonal
 from taco_jax.train.step import build
 
@@ -125,16 +126,25 @@ def test_bfloat16_moments_are_rounded_once_a_step(name):
 # On meshes
 
 
-def train(config, steps=2):
-    """(weights by name, as the model has them; program) after some steps."""
-    program = build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
+def after_two(program):
+    """The state after two steps."""
     state, drawn = program.init(jax.random.key(0)), np.random.default_rng(0)
-    for _ in range(steps):
-        tokens = drawn.integers(0, config.model.vocab_size, (config.global_batch, 9), np.int32)
+    for _ in range(2):
+        tokens = drawn.integers(0, 64, (program.config.global_batch, 9), np.int32)
         state, _ = program.step(state, {"tokens": jax.device_put(tokens, program.batch_sharding)})
-    stored = program.stored.pack(state)
-    named = jax.tree_util.tree_flatten_with_path({"params": stored.params, "opt_state": stored.opt_state})[0]
-    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float32) for path, leaf in named}, program
+    return state
+
+
+def named(stored):
+    """Weights and the optimiser's state by name, as the model has them."""
+    leaves = jax.tree_util.tree_flatten_with_path({"params": stored.params, "opt_state": stored.opt_state})[0]
+    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float32) for path, leaf in leaves}
+
+
+def train(config):
+    """(`named` of the state after two steps, program)."""
+    program = build(config, make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp))
+    return named(program.stored.pack(after_two(program))), program
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +250,42 @@ def test_states_come_back_on_another_mesh(tmp_path, name):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
     assert found.params["embed"]["table"].sharding.spec == P("tp")
+
+
+@pytest.mark.slow
+def test_bfloat16_moments_in_shares_go_on_on_one_device(tmp_path):
+    """Of ranks that share the state, with padding; bit for bit, and float32 for a run that asks for it."""
+    optimizer = OptimizerConfig(moment_dtype="bfloat16", warmup_steps=1)
+    config = dataclasses.replace(CONFIG, **MESHES["shares"] | {"mesh": MeshConfig(dp=4, tp=2)}, optimizer=optimizer)
+    want, program = train(config)
+    assert any(c.padding for c in jax.tree.leaves(program.data_parallel.cuts))
+    state = program.init(jax.random.key(0))
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(2, program.stored.pack(after_two(program)), {}, vocabulary=(64, 256))
+        for dtype in ("bfloat16", "float32"):
+            changed = dataclasses.replace(optimizer, moment_dtype=dtype)
+            alone = build(dataclasses.replace(CONFIG, optimizer=changed), make_mesh(1, 1, 1))
+            found, _, _ = checkpoints.restore(2, alone.stored.shapes, 64, lambda: state.scales)
+            got = named(alone.stored.pack(alone.stored.unpack(found)))
+            assert found.opt_state[1][0].mu["layers"]["mlp"]["up"]["kernel"].dtype == dtype
+            for leaf, value in want.items():
+                common = tuple(slice(min(a, b)) for a, b in zip(got[leaf].shape, value.shape, strict=True))
+                np.testing.assert_array_equal(got[leaf][common], value[common], err_msg=leaf)
+
+
+def test_bfloat16_moments_take_half_the_memory():
+    """One of AdamW's two moments; the dry run's table has these bytes."""
+    made = lambda **o: build(dataclasses.replace(CONFIG, optimizer=OptimizerConfig(**o)), make_mesh(1, 1, 1))
+    sizes = [local_bytes(made(name=name, moment_dtype=dtype).state_shapes.opt_state)
+             for name in ("adamw", "lion") for dtype in ("float32", "bfloat16")]  # fmt: skip
+    counts = 8  # of updates: two int32
+    whole = sizes[0] - counts
+    assert [size - counts for size in sizes] == [whole, whole * 3 // 4, whole // 2, whole // 4]
+    texts = {(name, dtype): optim.describe(OptimizerConfig(name=name, moment_dtype=dtype))
+             for name in ("adamw", "muon") for dtype in ("float32", "bfloat16")}  # fmt: skip
+    assert texts["adamw", "float32"] == "AdamW, two float32 moments"
+    assert texts["adamw", "bfloat16"] == "AdamW, moments bfloat16 and float32"
+    assert texts["muon", "bfloat16"] == "Muon, AdamW for the rest; first moments bfloat16"
 
 
 @pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
