@@ -27,7 +27,13 @@ def test_ci_finds_the_test_command():
     assert command in blocks(PAGES[0], "bash") and "-m pytest -n 2 --dist loadfile" in command
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+# As of other tests, the twin in Linen is the night's.
+NIGHTLY = [number for number, (_, code) in enumerate(BLOCKS) if "taco_jax.linen" in code]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n in NIGHTLY)) for n in range(len(BLOCKS))]
+)
 def test_python_block_runs(number, run_python):
     _, code = BLOCKS[number]
     result = run_python(code, devices=8)

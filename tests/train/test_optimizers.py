@@ -104,7 +104,7 @@ def test_an_orthogonal_update():
     assert not orthogonal(jnp.zeros((1, 4, 4))).any()
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=pytest.mark.slow), "muon"])
 def test_bfloat16_moments_are_rounded_once_a_step(name):
     """To what float32 arithmetic makes of them: b1 is not rounded, as it is by optax' own mu_dtype."""
     config = OptimizerConfig(name=name, moment_dtype="bfloat16")
@@ -240,7 +240,7 @@ def save(tmp_path, state):
         checkpoints.save(2, state, {})
 
 
-@pytest.mark.parametrize("name", ["lion", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "muon"])
 def test_states_come_back_on_another_mesh(tmp_path, name):
     state, shapes = state_of(P("tp"), name=name, moment_dtype="bfloat16")
     save(tmp_path, state)
@@ -288,7 +288,9 @@ def test_bfloat16_moments_take_half_the_memory():
     assert texts["muon", "bfloat16"] == "Muon, AdamW for the rest; first moments bfloat16"
 
 
-@pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "before, after", [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.slow)]
+)
 def test_first_moments_change_their_type(tmp_path, before, after):
     state, _ = state_of(moment_dtype=before)
     want, shapes = state_of(moment_dtype=after)
@@ -301,7 +303,13 @@ def test_first_moments_change_their_type(tmp_path, before, after):
         np.testing.assert_array_equal(a, b.astype(after))
 
 
-@pytest.mark.parametrize("theirs, ours", [("adamw", "lion"), ("lion", "muon"), ("muon", "adamw")])
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("adamw", "lion"),
+        *(pytest.param(*names, marks=pytest.mark.slow) for names in (("lion", "muon"), ("muon", "adamw"))),
+    ],
+)
 def test_the_state_of_another_optimiser_is_refused(tmp_path, theirs, ours):
     save(tmp_path, state_of(name=theirs)[0])
     message = f"has the optimiser's state of {theirs}, the run has optimizer.name='{ours}'; go on with --optimizer.name"
