@@ -57,7 +57,7 @@ MUTANTS = (
         "taco_jax/train/muon.py",
         "if not moves:",
         "if True:",
-        ("tests/train/test_optimizers.py -k 'same_on_every_mesh and tp4'",),
+        ("tests/train/test_optimizers.py -k same_at_tp_4",),
     ),
     Mutant(
         "muon-shares",
@@ -65,7 +65,7 @@ MUTANTS = (
         "taco_jax/train/muon.py",
         "whole = lax.slice_in_dim(x, 0, size, axis=dim)",
         "whole = x",
-        ("tests/train/test_optimizers.py -k 'same_on_every_mesh and padded'",),
+        ("tests/train/test_optimizers.py -k padded_shares",),
     ),
     Mutant(
         "muon-embedding",

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
+from taco_jax.collectives import comm_log
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -24,6 +25,7 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.mesh import make_mesh
+from taco_jax.models.params import init_params, param_specs
 from taco_jax.train import optim
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.data_parallel import DataParallel
@@ -167,9 +169,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["tp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("shares", "stages", "circular"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MESHES))
 def test_muon_is_the_same_on_every_mesh(name, alone):
     """Weights and moments, leaf by leaf."""
     config = dataclasses.replace(CONFIG, **MESHES[name])
@@ -180,7 +181,7 @@ def test_muon_is_the_same_on_every_mesh(name, alone):
         # The vocabulary is padded for the mesh.
         common = tuple(slice(min(a, b)) for a, b in zip(got[leaf].shape, value.shape, strict=True))
         np.testing.assert_allclose(got[leaf][common], value[common], rtol=2e-4, atol=2e-5, err_msg=leaf)
-    check_messages(program)
+    check_messages(program.table, program.step)
 
 
 def test_matrices_of_padded_shares_are_the_same_on_every_mesh():
@@ -202,11 +203,36 @@ def test_matrices_of_padded_shares_are_the_same_on_every_mesh():
     assert_trees_close(got, jax.tree.map(orthogonal, x), rtol=1e-4, atol=1e-5)
 
 
-def check_messages(program):
-    """What muon sends is in the site table, and the compiled step sends no more."""
-    rows = [row for row in program.table.rows() if row.site.startswith(SITE)]
+def test_muon_updates_are_the_same_at_tp_4():
+    """All leaves of a model, from the same gradients; the whole step is the night's."""
+    model, mesh = CONFIG.model, make_mesh(1, 1, 4)
+    make = jax.jit(lambda key: init_params(model, key, 4))
+    params, grads, mu = (make(jax.random.key(n)) for n in range(3))
+    specs = param_specs(model, 4)
+    data_parallel = DataParallel(CONFIG, mesh, specs, jax.eval_shape(make, jax.random.key(0)))
+    whole, _ = optim.make(CONFIG.optimizer, 10)
+    parts, _ = optim.make(CONFIG.optimizer, 10, 1, WholeMatrices(data_parallel, 1))
+
+    def second_update(optimizer):
+        state = lambda mu: optim.map_params(
+            lambda _, m: 0.1 * jnp.abs(m), optimizer.init(mu), mu, other=lambda n: n + 1
+        )
+        return jax.jit(lambda params, grads, mu: optimizer.update(grads, state(mu), params))
+
+    spread = lambda values: jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)
+    arguments = [spread(values) for values in (params, grads, mu)]
+    with comm_log.record() as table:
+        compiled = second_update(parts).lower(*arguments).compile()
+    got, want = compiled(*arguments), second_update(whole)(params, grads, mu)
+    assert_trees_close(got, want, rtol=2e-4, atol=1e-6)
+    check_messages(table, compiled)
+
+
+def check_messages(table, compiled):
+    """What muon sends is in the site table, and the compiled program sends no more."""
+    rows = [row for row in table.rows() if row.site.startswith(SITE)]
     listed = sorted(h for row in rows for h in row.hlo)
-    assert sorted(c for c in collectives(program.step) if c[0] == "all-to-all") == listed
+    assert sorted(c for c in collectives(compiled) if c[0] == "all-to-all") == listed
     assert listed and {row.direction for row in rows} == {"forward", "backward"}
 
 
