@@ -61,7 +61,7 @@ class Row:
       elements: of the full tensor on one device (an all_gather's output, a psum_scatter's input). dtype: the values'
         dtype.
       codec: preset name or description. kind: "activation" (TP traffic), "gradient" and "parameter" (messages over dp,
-        in buckets), or "other" (scalars, norm weights, a sum of gradients without buckets).
+        in buckets), or "other" (scalars, norm weights, a sum of gradients without buckets, Muon's matrices).
       calls: per step. bytes, bytes_bf16: sent by one device per step, as written and as bf16.
       hlo: the compiled collectives of one call, as (opcode, dtype, output elements).
       levels: of a hierarchical message. how: (algorithm, why it is taken) of a compressed sum.

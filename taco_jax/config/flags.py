@@ -14,42 +14,54 @@ import re
 import runpy
 import traceback
 import typing
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from taco_jax import config as config_package
+from taco_jax.config import help
 from taco_jax.config.derived import get, keys, with_compression
 from taco_jax.config.settings import TrainConfig
+from taco_jax.config.stored import read_config
 from taco_jax.errors import ConfigError, did_you_mean
 
 DESCRIPTION = """Train a language model with compressed tensor parallelism.
 
 --config FILE.py takes the settings from an experiment file, a Python file that assigns a TrainConfig to the name
 'config'. It is executed: give only a file that you would run. The flags below override single fields of it. With
---config, --help shows the file's values as defaults.
+--config, --help and --help-all show the file's values as defaults.
+
+--config RUN/config.json takes those of a run, and goes on with it in RUN. With --workdir it is another run.
 
 --compression none makes all messages exact, those of tensor, pipeline and data parallelism; --compression
 FORWARD:BACKWARD, or one name for both, sets the tensor-parallel codecs alone. Flags of single fields go before it."""
 
 TEXT_OR_LIST = ("data.train",)
 """Flags that take several values, of which one alone is no list."""
+_ALL = "--help-all"
 
 
 def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> TrainConfig:
     """Returns the config of a command line: defaults, then the file of `--config`, then the flags.
 
     Raises ConfigError with one line for an unknown flag, a value of the wrong type, or a file that holds no config.
-    `--help` prints the help and exits with code 0.
+    `--help` prints one page, `--help-all` all flags; both exit with code 0.
     """
     path, rest = _take(list(args), "config", "the path of an experiment file, such as experiments/quickstart.py")
     codecs, rest = _take(rest, "compression", "codecs, such as none or taco:int8h")
     default = TrainConfig() if path is None else load(path)
     if codecs is not None:
         default = with_compression(default, codecs)
-    prog, more = f"{prog} [--config FILE.py] [--compression CODECS]", {"config", "compression"}
-    return parse_flags(default, rest, prog=prog, description=DESCRIPTION, more=more)
+    if _ALL not in rest and {"-h", "--help"} & set(rest):
+        print(help.page(default))
+        raise SystemExit(0)
+    rest = ["--help" if arg == _ALL else arg for arg in rest]
+    prog, more = f"{prog} [--config FILE] [--compression CODECS]", {"config", "compression", "help-all"}
+    config = parse_flags(default, rest, prog=prog, description=DESCRIPTION, more=more)
+    if path is not None and not (config.workdir or config.dry_run):
+        raise ConfigError(f"--config {path}: its folder is no run's; say where this one works with --workdir")
+    return config
 
 
 def given(args: Sequence[str]) -> frozenset[str]:
@@ -84,11 +96,14 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
             if isinstance(cause, ConfigError):
                 raise cause from None
             cause = cause.__context__
-        raise ConfigError(_one_line(errors.getvalue())) from None
+        raise ConfigError(f"{_one_line(errors.getvalue())}; {_all_flags(more)} describes every option") from None
 
 
 def load(path: str | Path) -> TrainConfig:
-    """The `config` of an experiment file, which is executed; ConfigError when there is none or it does not run."""
+    """The `config` of an experiment file, which is executed, or of a run's config.json (`taco_jax.config.stored`).
+
+    ConfigError when there is none or it does not run.
+    """
     path = Path(path)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("experiments")
@@ -97,11 +112,13 @@ def load(path: str | Path) -> TrainConfig:
         what = "is a folder" if path.is_dir() else "no such file"
         if (path / "config.json").is_file():
             raise ConfigError(
-                f"--config {path}: is the workdir of a run; give the experiment file that it was started with, and "
-                f"--workdir {path} to go on with it (its config.json has the settings)"
+                f"--config {path}: is the workdir of a run; give {path / 'config.json'} to go on with it, or to start "
+                f"another one with its settings and --workdir"
             )
         raise ConfigError(f"--config {path}: {what}; {did_you_mean(str(path), known) if known else 'give a .py file'}")
-    if path.suffix.lower() in (".json", ".yaml", ".yml", ".toml"):
+    if path.suffix.lower() == ".json":
+        return read_config(path)
+    if path.suffix.lower() in (".yaml", ".yml", ".toml"):
         raise ConfigError(
             f"--config {path}: is no experiment file; give a Python file that assigns a TrainConfig to the name "
             f"'config', such as experiments/quickstart.py, and what differs as flags"
@@ -218,7 +235,12 @@ def _nearest_flag(flag: str, known: Mapping[str, Any]) -> str:
     best = max(likeness, key=lambda key: (likeness[key], key))
     # Fewer letters in common are chance.
     close = same_end[:1] or [best] * (likeness[best] >= 0.75)
-    return f"did you mean --{close[0]}?" if close else "--help lists them all"
+    return f"did you mean --{close[0]}?" if close else f"{_all_flags(known)} lists them all"
+
+
+def _all_flags(known: Container[str]) -> str:
+    """The flag that prints the help of all flags."""
+    return _ALL if _ALL[2:] in known else "--help"
 
 
 def _one_line(box: str) -> str:
@@ -243,7 +265,7 @@ def _one_line(box: str) -> str:
     )
     pairs = "needs pairs of a pattern and codecs, such as 'layers/*' taco:int8h"
     text = text.replace("Failed to parse key-value pairs!", pairs)
-    return f"{text}; --help describes every option"
+    return text
 
 
 def _explain(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -67,6 +68,17 @@ class Checked:
             as_codec(text, f"{self.PREFIX}{key}")
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def first_and_last(text: str) -> tuple[int, int]:
+    """(3, 5) of "3:5", two numbers of steps. Raises ValueError with what the text must be."""
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
+    if not match:
+        raise ValueError("must be START:STOP, the first and the last step, such as 10:12")
+    first, last = int(match[1]), int(match[2])
+    if not 1 <= first <= last:
+        raise ValueError("START must be at least 1 and at most STOP, the last step, such as 10:12")
+    return first, last
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:

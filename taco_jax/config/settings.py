@@ -14,7 +14,7 @@ from typing import Any
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
 from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
-from taco_jax.config.rules import Checked
+from taco_jax.config.rules import Checked, first_and_last
 from taco_jax.config.schedule import SCHEDULES
 from taco_jax.errors import ConfigError, listed
 from taco_jax.models.config import ModelConfig
@@ -24,6 +24,9 @@ COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
+OPTIMIZERS = ("adamw", "lion", "muon")
+LEARNING_RATES = ("cosine", "linear", "wsd", "constant")
+MOMENT_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,10 +219,16 @@ class DataConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """AdamW with warm-up and a cosine."""
+    """The optimiser, and its learning rate over the steps."""
 
     PREFIX = "optimizer."
 
+    name: str = "adamw"
+    """Optimiser: adamw, lion (one moment) or muon (matrices of layers; adamw for embeddings, head, norms, biases)."""
+    schedule: str = "cosine"
+    """Learning rate after the warm-up: cosine, linear, wsd (constant, then linear at the end) or constant."""
+    decay_fraction: float = 0.2
+    """Share of the steps, the last ones, in which the learning rate falls with schedule=wsd."""
     learning_rate: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float | None = None
@@ -229,9 +238,13 @@ class OptimizerConfig(Checked):
     warmup_steps: int = 100
     """Steps in which the learning rate rises linearly."""
     beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the gradient's running mean; lion's share of that mean in its update."""
     beta2: float = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean; lion's decay of the gradient's running mean."""
+    momentum: float = 0.95
+    """Decay of the gradient's running mean of matrices with name=muon."""
+    moment_dtype: str = "float32"
+    """Type in which the gradient's running mean is kept: float32, or bfloat16 for half the memory."""
     eps: float = 1e-8
     """Added to the root of the squared gradient's mean."""
     weight_decay: float = 0.1
@@ -246,14 +259,18 @@ class OptimizerConfig(Checked):
         return self.learning_rate * self.min_learning_rate_ratio if given is None else given
 
     def check_fields(self) -> None:
+        self.one_of("name", OPTIMIZERS)
+        self.one_of("schedule", LEARNING_RATES)
+        self.one_of("moment_dtype", MOMENT_DTYPES)
         self.above_0("learning_rate", "eps")
         self.at_least(0, "warmup_steps")
+        self.require(0 < self.decay_fraction <= 1, "decay_fraction", "must be above 0 and at most 1")
         for key in ("min_learning_rate", "weight_decay"):
             value = getattr(self, key)
             self.require(value is None or 0 <= value < math.inf, key, "must be 0 or more and finite")
         rule = "must be from 0 to 1, the share of learning_rate at the last step"
         self.require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", rule)
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "momentum"):
             self.require(0 <= getattr(self, key) < 1, key, "must be at least 0 and below 1")
         rule = (
             f"must not exceed learning_rate={self.learning_rate}; None makes it a share of that, "
@@ -297,11 +314,17 @@ class MetricsConfig(Checked):
     tensorboard: bool = False
     """Also write TensorBoard event files (extra 'tensorboard')."""
     wandb: bool = False
-    """Also log to Weights & Biases (extra 'wandb')."""
+    """Also log to Weights & Biases (extra 'wandb'); a resumed run goes on as the same run there."""
+    run_name: str | None = None
+    """Name of the run in TensorBoard and Weights & Biases; None: that of the workdir's folder."""
 
     def check_fields(self) -> None:
         self.at_least(1, "every")
         self.at_least(0, "snr_every")
+        name = self.run_name
+        rule = "must be a name of 1 to 120 characters without / and not . or .., since it names a folder too"
+        fits = name is None or (0 < len(name) <= 120 and "/" not in name and name.isprintable() and name.strip("."))
+        self.require(bool(fits), "run_name", rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +385,10 @@ class TrainConfig(Checked):
     """With a run as init_from, take its optimiser's moments too; the learning-rate schedule starts anew in any case."""
     workdir: str = "runs/train"
     """Folder for config.json, metrics.jsonl, loss.png and checkpoints; an existing one is resumed."""
+    log_file: str | None = None
+    """File that the run's lines are appended to as well, by the first process; relative to the current folder."""
+    profile: str | None = None
+    """START:STOP: record a trace of these steps, both included, in the workdir's folder profile, for xprof."""
     devices: str | None = None
     """'cpu:8' emulates eight devices on the CPU, in each process; 'cpu', 'gpu' or None take what JAX finds."""
     distributed: str = "auto"
@@ -404,6 +431,14 @@ class TrainConfig(Checked):
         self.above_0("gpu_memory_gb")
         rule = "takes the optimiser of the run that init_from names; set init_from=runs/x, or leave it out"
         self.require(not self.init_optimizer or self.init_from is not None, "init_optimizer", rule)
+        if self.profile is not None:
+            try:
+                first, _ = first_and_last(self.profile)
+            except ValueError as error:
+                self.require(False, "profile", str(error))
+            stop = min(self.steps, self.stop_after or self.steps)
+            self.require(first <= stop, "profile", f"the run ends at step {stop}; trace steps up to that")
+        self.require(self.log_file != "", "log_file", "must be the path of a file")
 
 
 def divisors(n: int) -> list[int]:

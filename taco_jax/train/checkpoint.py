@@ -247,8 +247,11 @@ class Checkpoints:
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
         run = self._record(step)
         self._check_complete(step, run, meta)
-        self._check_shapes(step, targets, self._readable(step, lambda: meta["state"]), vocab_size)
-        items = {"state": args.StandardRestore(targets, strict=False)}
+        described = _described(_tree({"state": self._readable(step, lambda: meta["state"])}, "state"))
+        # Digests are of what is stored, so arrays come back in its type.
+        as_stored = _with_moments_of(described, targets)
+        self._check_shapes(step, as_stored, described, vocab_size)
+        items = {"state": args.StandardRestore(as_stored, strict=False)}
         stored = _tree(meta, _SCALES) or {}
         if scales and stored:
             items[_SCALES] = args.StandardRestore(_alike(stored, scales))
@@ -260,6 +263,9 @@ class Checkpoints:
         self._check_digests(step, run, {item: found[item] for item in shapes_stored}, shapes_stored)
         remarks = []
         restored = dict(found["state"])
+        if as_stored is not targets:
+            restored = jax.tree.map(_cast, restored, targets)
+            remarks.append("the optimiser's first moments are in another type than the checkpoint's")
         if scales is not None:
             kept = [site for site in scales if _described(scales[site]) == _described(stored.get(site))]
             restored[_SCALES] = scales and {site: found[_SCALES][site] for site in kept}
@@ -290,16 +296,19 @@ class Checkpoints:
         run = self._record(step)
         self._check_complete(step, run, meta)
         stored = {name: self._readable(step, lambda: _tree(meta, "state"))[name] for name in targets}
-        self._check_shapes(step, targets, stored, vocab_size, remedy)
+        described = _described(stored)
+        as_stored = _with_moments_of(described, targets)
+        self._check_shapes(step, as_stored, described, vocab_size, remedy)
         place = lambda a: self._ocp.ArrayRestoreArgs(
             restore_type=jax.Array, dtype=a.dtype, sharding=a.sharding, global_shape=a.shape, strict=False
         )
         # The handler of whole states refuses a part of one; the files are the same.
-        args = self._ocp.args.PyTreeRestore(targets, restore_args=jax.tree.map(place, targets), partial_restore=True)
+        how = jax.tree.map(place, as_stored)
+        args = self._ocp.args.PyTreeRestore(as_stored, restore_args=how, partial_restore=True)
         with self._ocp.Checkpointer(self._ocp.PyTreeCheckpointHandler()) as reader:
             found = self._readable(step, lambda: reader.restore(self.folder / str(step) / "state", args=args))
         self._check_digests(step, run, {"state": found}, {"state": stored})
-        return found
+        return jax.tree.map(_cast, found, targets)
 
     def _readable(self, step: int, read: Callable[[], Any]) -> Any:
         """read(), or one line about a checkpoint whose files are damaged."""
@@ -371,10 +380,22 @@ class Checkpoints:
         return f"go on from the one before with {self._way.format(earlier[-1])}" if earlier else "no other is before it"
 
     def _check_shapes(
-        self, step: int, targets: Any, meta: Any, vocab_size: int, remedy: str = "use another --workdir"
+        self,
+        step: int,
+        targets: Any,
+        have: dict[str, tuple],
+        vocab_size: int,
+        remedy: str = "use another --workdir",
     ) -> None:
-        want, have = _described(targets), _described(getattr(meta, "tree", meta))
+        """have: `_described` of what is stored."""
+        want = _described(targets)
         where = f"checkpoint {self.folder / str(step)}"
+        theirs, ours = _optimizer_of(have), _optimizer_of(want)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{where}: has the optimiser's state of {theirs}, the run has optimizer.name={ours!r}; go on with "
+                f"--optimizer.name {theirs}, or {remedy}"
+            )
         if want.keys() != have.keys():
             odd = sorted(want.keys() ^ have.keys())[:3]
             raise CheckpointError(f"{where}: its arrays are not this program's (differing: {', '.join(odd)}); {remedy}")
@@ -434,6 +455,37 @@ def _alike(stored: Any, scales: Any) -> Any:
     whole = {site: jax.tree.map(place, tree) for site, tree in stored.items()}
     same = {site for site in scales if _described(scales[site]) == _described(stored.get(site))}
     return whole | {site: scales[site] for site in same}
+
+
+def _cast(a: jax.Array, target: Any) -> jax.Array:
+    return a.astype(target.dtype)  # which is `a` where that is its type
+
+
+def _optimizer_of(described: dict[str, Any]) -> str:
+    """The name of the optimiser that the arrays `described` are of (`taco_jax.train.optim.make`)."""
+    parts = {part for name in described if name.startswith("opt_state.") for part in name.split(".")}
+    return "muon" if "muon" in parts else "lion" if "mu" in parts and "nu" not in parts else "adamw"
+
+
+def _with_moments_of(described: dict[str, Any], targets: Any) -> Any:
+    """`targets` with the optimiser's first moments in the type in which they are stored; itself where that is theirs.
+
+    No other array changes its type.
+    """
+    have = {name: dtype for name, (_, dtype) in described.items()}
+    odd = {
+        name
+        for name, (_, dtype) in _described(targets).items()
+        if ".mu." in name and {dtype, have.get(name)} == {"float32", "bfloat16"}
+    }
+    if not odd:
+        return targets
+
+    def stored(path, a):
+        name = ".".join(_name(key) for key in path)
+        return jax.ShapeDtypeStruct(a.shape, have[name], sharding=a.sharding) if name in odd else a
+
+    return jax.tree_util.tree_map_with_path(stored, targets)
 
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

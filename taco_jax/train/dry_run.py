@@ -22,6 +22,7 @@ from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
 from taco_jax.config import ConfigError, TrainConfig, microbatch, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
+from taco_jax.train import optim
 from taco_jax.train import step as step_lib
 from taco_jax.train.data_parallel import SDP4
 
@@ -258,7 +259,7 @@ def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
         params = [(f"parameters (float32 master{shares})", m.params), (f"parameters ({copy} copy in use)", m.copy)]
     rows = [
         *params,
-        (f"optimiser (AdamW, two float32 moments{shares})", m.optimizer),
+        (f"optimiser ({optim.describe(config.optimizer)}{shares})", m.optimizer),
         ("site scales", m.scales),
         ("gradients (float32)", m.gradients),
         ("activations and workspace (XLA temporaries less gradients)", max(m.temporary - m.gradients, 0)),

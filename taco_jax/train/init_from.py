@@ -230,7 +230,7 @@ def _read_run(source: Source, targets: dict[str, Any], vocab_size: int) -> dict[
     with Checkpoints(source.path / CHECKPOINTS, settings, way) as checkpoints:
         if source.step not in checkpoints.steps():
             raise ConfigError(f"init_from={source.given}: the checkpoint of step {source.step} is not complete")
-        remedy = "use the same optimizer, or leave init_optimizer out" if "opt_state" in targets else "use another run"
+        remedy = "leave init_optimizer out" if "opt_state" in targets else "use another run"
         return checkpoints.read_fields(source.step, targets, vocab_size, remedy)
 
 

@@ -30,7 +30,9 @@ from taco_jax.models.params import count_params
 from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.train import init_from, model_files
 from taco_jax.train.checkpoint import Checkpoints, SaveError
+from taco_jax.train.log_file import check_log_file, log_to, say
 from taco_jax.train.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
+from taco_jax.train.profile import Profile
 from taco_jax.train.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
 
 _SENT = ("bytes", "bytes_bf16")
@@ -93,6 +95,7 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
     data.evaluation_batches(config, validation_tokens)  # raises now what it would raise after hours
     program = build(config, mesh)
     dry_run.trace(program)  # raises what compiling it would, and is not done again
+    check_log_file(config.log_file, config.workdir)
     with ExitStack() as stack:
 
         def enter() -> list[str]:
@@ -101,7 +104,10 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
             return remarks + (stack.enter_context(locked(config.workdir)) if jax.process_index() == 0 else [])
 
         # Nothing is written before this line: settings that cannot work leave no folder behind.
-        for remark in distributed.first_alone(enter, config.workdir):
+        remarks = distributed.first_alone(enter, config.workdir)
+        if jax.process_index() == 0:
+            stack.enter_context(log_to(config.log_file))
+        for remark in remarks:
             say(remark)
         with Checkpoints(Path(config.workdir) / CHECKPOINTS, config.checkpoint) as checkpoints:
             run = Run(config, program, checkpoints, batches, validation_tokens=validation_tokens, requests=requests)
@@ -140,6 +146,7 @@ class Run:
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
         self.owed = False
+        self.profile = Profile(config.profile, config.workdir, say)
         devices = jax.local_devices()
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
@@ -217,6 +224,7 @@ class Run:
         if self.step >= self.stop:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
+            self.profile.plan(self.step + 1, self.stop)
             say("compiling")
         sent, bf16 = self.program.table.total("activation")
         axes = self.program.table.by_axis().items()
@@ -247,16 +255,18 @@ class Run:
             if self.clock is None:
                 self.clock, self.timed_step = time.perf_counter(), self.step - 1
             stop_request = self.requests.ask()
-            self.state, out = advance(self.state, batch)
+            with self.profile.step(self.step, pending and pending[2]):
+                self.state, out = advance(self.state, batch)
             if pending:
                 self.finish(*pending)
             pending = (self.step, self.batches.samples, out, self.watch.submit(_when_done, out))
+            traced = self.profile.after(self.step, out)
             last = self.step == self.stop
             self.stopped_by = None if last else stop_request()
             # Who asks to stop may not wait for a validation.
             validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
             save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
-            if validate or save:
+            if validate or save or traced:
                 self.finish(*pending, validate=validate, save=save)
                 pending = None
                 self.clock, self.timed_step = time.perf_counter(), self.step
@@ -385,6 +395,7 @@ class Run:
         return self.record
 
     def close(self) -> None:
+        self.profile.close()
         self.watch.shutdown(wait=False)
         if self.recorder is not None:
             self.recorder.close()
@@ -433,9 +444,3 @@ def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stoppe
     if config.checkpoint.enabled:
         places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
     say("; ".join(places))
-
-
-def say(text: str) -> None:
-    """Prints on the first process."""
-    if jax.process_index() == 0:
-        cli.say(text)

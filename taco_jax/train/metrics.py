@@ -14,12 +14,13 @@ import contextlib
 import json
 import math
 import resource
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from taco_jax.config import ConfigError, MetricsConfig, TrainConfig, to_dict
+from taco_jax.config import ConfigError, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
-from taco_jax.train.workdir import METRICS, set_aside, write_text
+from taco_jax.train.workdir import METRICS, WANDB, set_aside, write_text
 
 # Dense bf16 peak in FLOP/s by the start of jax's device_kind, from NVIDIA's data sheets (without sparsity). First
 # match wins.
@@ -131,11 +132,12 @@ class Recorder:
     def __init__(self, config: TrainConfig, step: int | None, *, keep_later: bool = False, active: bool = True):
         self.path = Path(config.workdir) / METRICS
         self.remarks: list[str] = []
-        self._sinks: list[Any] = []
+        self._trackers: list[Tracker] = []
         self._file = None
         if not active:
             return
-        self._sinks = _sinks(config.metrics, config)
+        old = self.path.is_file() and self.path.stat().st_size > 0
+        self._trackers = _trackers(config, again=old and (step == 0 or keep_later))
         if self.path.is_dir():
             raise ConfigError(f"{self.path}: is a folder, and records need a file of that name; move it away")
         if self.path.exists() and self.path.stat().st_size:
@@ -153,13 +155,15 @@ class Recorder:
         record = finite(record)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        for sink in self._sinks:
-            sink(record)
+        for tracker in self._trackers:
+            tracker.log(_scalars(record), record["step"])
 
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # what cannot be written was said when it was written first
                 self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -185,32 +189,55 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return [records[step] for step in sorted(records)]
 
 
-def _sinks(config: MetricsConfig, run: TrainConfig) -> list[Any]:
-    sinks = []
-    if config.tensorboard:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "metrics.tensorboard=True: the package tensorboardX is missing; pip install 'taco-jax[tensorboard]'"
-            ) from None
-        writer = SummaryWriter(str(Path(run.workdir) / "tensorboard"))
+class Tracker(NamedTuple):
+    """Where numbers of a step go beside the records."""
 
-        def to_tensorboard(record):
-            for key, value in _scalars(record).items():
-                writer.add_scalar(key, value, record["step"])
+    log: Callable[[dict[str, float], int], None]
+    close: Callable[[], None]
 
-        sinks.append(to_tensorboard)
-    if config.wandb:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "metrics.wandb=True: the package wandb is missing; pip install 'taco-jax[wandb]'"
-            ) from None
-        tracker = wandb.init(project="taco-jax", dir=run.workdir, config=to_dict(run))
-        sinks.append(lambda record: tracker.log(_scalars(record), step=record["step"]))
-    return sinks
+
+def _trackers(config: TrainConfig, again: bool) -> list[Tracker]:
+    """again: the run begins again, at the start or at an earlier checkpoint than the latest."""
+    name = config.metrics.run_name or Path(config.workdir).resolve().name or "run"
+    made = {_tensorboard: config.metrics.tensorboard, _wandb: config.metrics.wandb}
+    return [make(config, name, again) for make, wanted in made.items() if wanted]
+
+
+def _tensorboard(config: TrainConfig, name: str, again: bool) -> Tracker:
+    """Event files in WORKDIR/tensorboard/NAME: TensorBoard calls a run by its folder."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "metrics.tensorboard=True: the package tensorboardX is missing; pip install 'taco-jax[tensorboard]'"
+        ) from None
+    writer = SummaryWriter(str(Path(config.workdir) / "tensorboard" / name))
+
+    def log(values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return Tracker(log, writer.close)
+
+
+def _wandb(config: TrainConfig, name: str, again: bool) -> Tracker:
+    """A run in Weights & Biases, whose id the workdir keeps: a resumed run goes on as the same one there.
+
+    Weights & Biases takes no step twice: one that goes back to an earlier checkpoint is a run of its own there.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("metrics.wandb=True: the package wandb is missing; pip install 'taco-jax[wandb]'") from None
+    path = Path(config.workdir) / WANDB
+    if again and path.exists():
+        set_aside(path)
+    known = path.read_text().strip() if path.is_file() else ""
+    which = {"id": known, "resume": "allow"} if known else {}
+    run = wandb.init(project="taco-jax", name=name, dir=config.workdir, config=to_dict(config), **which)
+    if not known:
+        write_text(path, f"{run.id}\n")
+    return Tracker(lambda values, step: run.log(values, step=step), run.finish)
 
 
 def _scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:

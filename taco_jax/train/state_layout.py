@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax.collectives.manual_region import axis_tuple
 from taco_jax.pipeline import layout
+from taco_jax.train import optim
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.shards import Cut
 
@@ -42,17 +43,13 @@ def _gathered(a: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 class Stored:
     """The way between a state and what is stored of it. shapes: of the latter, with the mesh's shardings."""
 
-    def __init__(self, data_parallel: DataParallel, optimizer: Any, state: Any, chunks: int):
+    def __init__(self, data_parallel: DataParallel, state: Any, chunks: int):
         """state: the training state as ShapeDtypeStructs with shardings, its layers in so many chunks."""
-        import optax
-
-        self._dp, self._optimizer, self._chunks = data_parallel, optimizer, chunks
+        self._dp, self._chunks = data_parallel, chunks
         tags = jax.tree.map(lambda _: _WHOLE, state)
         if data_parallel.sharded:
             padded = jax.tree.map(lambda c: c if c.padding else _WHOLE, data_parallel.cuts)
-            moments = optax.tree_utils.tree_map_params(
-                optimizer, lambda _, c: c, state.opt_state, padded, transform_non_params=lambda _: _WHOLE
-            )
+            moments = optim.map_params(lambda _, c: c, state.opt_state, padded, other=lambda _: _WHOLE)
             params = padded if data_parallel.has_copy else tags.params
             tags = dataclasses.replace(tags, params=params, opt_state=moments)
         # One entry for each leaf of a state: its cut where it is padded.
@@ -96,11 +93,9 @@ class Stored:
 
     def _each_param(self, function, state: Any) -> Any:
         """The state with function(leaf, whether it is stacked over layers) of parameters, moments and copy."""
-        import optax
-
         stacked = layout.in_layers(state.params)
         each = lambda tree: None if tree is None else jax.tree.map(function, tree, stacked)
-        opt_state = optax.tree_utils.tree_map_params(self._optimizer, function, state.opt_state, stacked)
+        opt_state = optim.map_params(function, state.opt_state, stacked)
         return dataclasses.replace(state, params=each(state.params), opt_state=opt_state, copy=each(state.copy))
 
     def _change(self, state: Any, run) -> Any:

@@ -48,6 +48,7 @@ from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
 from taco_jax.train import optim
 from taco_jax.train.data_parallel import DataParallel
+from taco_jax.train.muon import WholeMatrices
 from taco_jax.train.state_layout import Stored
 
 # How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
@@ -140,11 +141,13 @@ class Program:
             if compression is not None
         }
         self._check_codecs()
-        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, 1 if self._chunks == 1 else 2)
         shapes = jax.eval_shape(self._new_params, jax.random.key(0))
         self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
+        stacked_dims = 1 if self._chunks == 1 else 2
+        orthogonal = WholeMatrices(self.data_parallel, stacked_dims)
+        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, stacked_dims, orthogonal)
         self.state_shapes = self._abstract_state()
-        self.stored = Stored(self.data_parallel, self._optimizer, self.state_shapes, self._chunks)
+        self.stored = Stored(self.data_parallel, self.state_shapes, self._chunks)
 
     @property
     def codecs(self) -> list[str]:
@@ -206,20 +209,17 @@ class Program:
         return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
 
     def _abstract_state(self) -> TrainState:
-        import optax
-
         shapes = jax.eval_shape(self._new_state, jax.random.key(0))
         replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
         dp = self.data_parallel
         specs = TrainState(
             P(),
             dp.master_specs,
-            optax.tree_utils.tree_map_params(
-                self._optimizer,
+            optim.map_params(
                 lambda _, spec: spec,
                 shapes.opt_state,
                 dp.share_specs if dp.sharded else self._param_specs,
-                transform_non_params=lambda _: P(),
+                other=lambda _: P(),
             ),
             replicated(shapes.scales),
             skipped=P(),

@@ -1,4 +1,5 @@
-"""The folder of a run: `config.json`, `metrics.jsonl`, `loss.png`, `checkpoints/`. Nothing in it is ever overwritten.
+"""The folder of a run: `config.json`, `metrics.jsonl`, `loss.png`, `checkpoints/`, where asked for `profile/` and
+`tensorboard/`. Nothing in it is ever overwritten.
 
 An existing workdir is resumed if its model is the same. What a run from an earlier step would replace is set aside
 under another name. One run at a time works in it: it holds a lock on the file `.lock`, which ends with its process.
@@ -17,6 +18,7 @@ from pathlib import Path
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
+PROFILE, WANDB = "profile", "wandb_run"
 LOCK = ".lock"
 # What one resumed run may change without a word: how it is run, not what it computes.
 _UNREMARKABLE = (
@@ -27,6 +29,8 @@ _UNREMARKABLE = (
     "heartbeat_timeout",
     "dry_run",
     "gpu_memory_gb",
+    "log_file",
+    "profile",
     "checkpoint.",
     "metrics.",
     "data.prefetch",
@@ -126,8 +130,11 @@ def read_config(path: Path) -> dict:
 
 
 def _changed(old: dict, new: dict) -> dict[str, str]:
-    """{key: "key old -> new"} of the fields that differ. Fields that are younger than `old` had their defaults there;
-    others that only one side has count as different."""
+    """{key: "key old -> new"} of the fields that differ.
+
+    A field that `old` lacks, which an earlier version wrote, has its default: a new field changes nothing by itself. A
+    field that `new` lacks counts as different.
+    """
     before, after = flatten(to_dict(TrainConfig())) | flatten(old), flatten(new)
     missing = "(absent)"
     return {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 import taco_jax.config
 import taco_jax.models.config
 from taco_jax.config import (
+    CheckpointConfig,
     CompressionConfig,
     ConfigError,
     MeshConfig,
     TrainConfig,
     cli,
     keys,
+    to_dict,
     with_codecs,
     with_compression,
 )
@@ -106,8 +109,8 @@ def test_both_codecs_none_is_exact_but_for_what_has_its_own():
             "unknown option --no-checkpoint.enabled; to switch it off, say --checkpoint.no-en",
         ),
         (["--no-mesh.tp"], "unknown option --no-mesh.tp; did you mean --mesh.tp?"),
-        (["--pretrained", "a"], "unknown option --pretrained; --help lists them all"),
-        (["--optimizer.lr", "1"], "unknown option --optimizer.lr; --help lists them all"),
+        (["--pretrained", "a"], "unknown option --pretrained; --help-all lists them all"),
+        (["--optimizer.lr", "1"], "unknown option --optimizer.lr; --help-all lists them all"),
         (["--learning-rte", "1"], "did you mean --optimizer.learning-rate?"),
         (["--steps", "abc"], "--steps: 'abc' is no whole number, such as 2"),
         (["--optimizer.beta1", "x"], "--optimizer.beta1: 'x' is no number, such as 0.1"),
@@ -148,7 +151,7 @@ def test_a_list_in_several_flags_is_one():
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_messages_have_no_frame_whatever_the_terminal(run_python, encoding):
     run = run_python(["-m", "taco_jax.train", "--steps", "abc"], env={"PYTHONIOENCODING": encoding}, check=2)
-    assert run.stderr == "error: --steps: 'abc' is no whole number, such as 2; --help describes every option\n"
+    assert run.stderr == "error: --steps: 'abc' is no whole number, such as 2; --help-all describes every option\n"
 
 
 @pytest.mark.parametrize(
@@ -209,9 +212,9 @@ def test_what_is_no_experiment_file_says_what_would_work(tmp_path):
     for name, message in (
         (
             "run",
-            "run: is the workdir of a run; give the experiment file that it was started with, and --workdir .*/run",
+            "run: is the workdir of a run; give .*run/config.json to go on with it, or to start another one with its",
         ),
-        ("run/config.json", "config.json: is no experiment file; give a Python file that assigns a TrainConfig"),
+        ("run/config.json", "config.json: is not the config.json of a run of this program, which has a part 'model'"),
         ("a.yaml", "a.yaml: no such file"),
         (".", "is a folder; did you mean|is a folder; give a .py file"),
     ):
@@ -240,11 +243,81 @@ def test_a_flag_that_may_be_none_can_stand_alone(flags, value):
         cli.parse(["--sequence-parallel", "maybe"])
 
 
-def test_help_lists_every_key(run_python):
-    text = run_python(["-m", "taco_jax.train", "--help"]).stdout
-    assert "--config FILE.py" in text
+def test_all_help_lists_every_key(run_python):
+    text = run_python(["-m", "taco_jax.train", "--help-all"]).stdout
+    assert "--config FILE" in text
     for key in keys(TrainConfig()):
         assert f"--{key.replace('_', '-')}" in text, key
+
+
+def test_help_is_one_page(tmp_path, capsys):
+    """Its flags exist, and show the values of the file and of flags before it."""
+    path = experiment(tmp_path, "config = TrainConfig(steps=7, workdir='x' * 300)")
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["--config", path, "--compression=int8h:none", "-h"])
+    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and len(lines) <= 50 and max(map(len, lines)) <= 120
+    named = [line.split()[0] for line in lines if line.startswith("  --")]
+    known = {f"--{key.replace('_', '-')}" for key in keys(TrainConfig())}
+    assert len(named) > 25 and set(named) <= known and len(set(named)) == len(named)
+    text = "\n".join(lines)
+    assert "of the whole run [7]" in text and "(docs/codecs.md) [int8h]" in text and "xxx...]" in text
+
+
+# The config.json of a run
+
+
+def stored(folder, config, **changes):
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    (folder / "config.json").write_text(json.dumps(to_dict(config) | changes))
+    return str(folder / "config.json")
+
+
+def test_a_stored_config_is_the_run_again(tmp_path):
+    flags = ["--compression.plan", "layers/*", "int8h:int6h", "--mesh.tp", "2", "--optimizer.clip-norm", "None"]
+    config = check(cli.parse([*flags, "--data-parallel.gradients", "sdp4", "--workdir", "elsewhere"]))
+    once = dataclasses.replace(config, stop_after=5, profile="2:3", dry_run=True)
+    once = dataclasses.replace(once, checkpoint=dataclasses.replace(once.checkpoint, resume_step=4, every=7))
+    path = stored(tmp_path / "run", once)
+    # It goes on in its own folder, wherever that is now; what was said for one start is not said again.
+    want = dataclasses.replace(config, workdir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=7))
+    assert check(cli.parse(["--config", path])) == want
+    flags = ["--workdir", "other", "--seed", "3", "--compression", "none"]
+    other = cli.parse(["--config", path, *flags])
+    assert (other.workdir, other.seed, other.mesh.tp) == ("other", 3, 2)
+    assert other.compression.forward == other.data_parallel.gradients == "none" and not other.compression.plan
+
+
+def test_a_stored_config_of_no_run_needs_a_workdir(tmp_path):
+    path = tmp_path / "copied.json"
+    path.write_text(json.dumps({"model": {"n_layers": 2}}))  # an older version's: it lacks most keys
+    assert cli.parse(["--config", str(path), "--workdir", "new"]).model.n_layers == 2
+    assert cli.parse(["--config", str(path), "--dry-run"]).dry_run
+    with pytest.raises(ConfigError, match="copied.json: its folder is no run's; say where this one works with --work"):
+        cli.parse(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"stepz": 3}, "config.json: stepz: no such key; did you mean 'steps'?"),
+        ({"mesh": {"tq": 3}}, "config.json: mesh.tq: no such key; did you mean 'tp'?"),
+        ({"mesh": 3}, "config.json: mesh=3: must be an object of keys"),
+        ({"mesh": {"tp": "3"}}, "config.json: mesh.tp='3': must be of type int, is str; 3 would do"),
+        ({"mesh": {"tp": 0}}, "config.json: mesh.tp=0: must be at least 1"),
+        ({"model": {"n_kv_heads": 3}}, "config.json: model.n_kv_heads=3: must divide n_heads=8"),
+        ({"model": "llama"}, "is not the config.json of a run"),
+    ],
+)
+def test_bad_stored_config(tmp_path, changes, message):
+    path = stored(tmp_path / "run", TrainConfig(), **changes)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        cli.parse(["--config", path])
+    assert "\n" not in str(error.value)
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: cannot be read .no JSON: "):
+        cli.parse(["--config", path])
 
 
 def test_exit_code_without_traceback(run_python):

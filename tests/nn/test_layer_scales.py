@@ -176,7 +176,7 @@ def test_nnx_training_step_with_site_scales():
     assert model.up.kernel[...].sharding.spec == P(None, "tp")
 
 
-@pytest.mark.slow  # the docstring's recipe, below, is one too
+@pytest.mark.slow  # the recipes of docs/layers.md are one too
 def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
     """All of its variables on the mesh that it was given, so that one program takes them."""
     import orbax.checkpoint as ocp
@@ -191,6 +191,7 @@ def test_a_layer_comes_back_from_orbax(tmp_path, make_mesh):
     np.testing.assert_array_equal(run(restored, x), run(state, x))
 
 
+@pytest.mark.slow
 def test_orbax_as_the_docstring_says(tmp_path):
     """Word for word, onto another mesh: sharded as made there, with the values of the model that was saved."""
     import orbax.checkpoint

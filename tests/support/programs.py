@@ -25,7 +25,7 @@ CONFIG = cli.parse(["--config", str(FILE), *FLAGS])
 # the length of a sequence and the token that ends documents, where attention stays inside them.
 OF_THE_RUN = {
     "workdir": "", "seed": 0, "stop_after": None, "checkpoint": CheckpointConfig(), "metrics": MetricsConfig(),
-    "evaluation": EvalConfig(),
+    "evaluation": EvalConfig(), "profile": None, "log_file": None,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import types
 
 import pytest
 
@@ -29,6 +30,7 @@ RECORD = {
 
 
 def config(tmp_path, **metrics):
+    tmp_path.mkdir(exist_ok=True)
     return TrainConfig(workdir=str(tmp_path), metrics=MetricsConfig(**metrics))
 
 
@@ -154,23 +156,53 @@ def test_missing_trackers(tmp_path, monkeypatch, name, package):
         Recorder(config(tmp_path, **{name: True}), 0)
 
 
-def test_trackers_get_every_number(tmp_path, monkeypatch):
-    import types
+class Board:
+    """The part of tensorboardX and of wandb that is used. seen: what they were told."""
 
-    seen = []
+    def __init__(self):
+        self.seen, self.ids = [], iter("abc")
 
-    class SummaryWriter:
-        def __init__(self, folder):
-            seen.append(folder)
+    def SummaryWriter(self, folder):
+        self.seen.append(folder)
+        add = lambda key, value, step: self.seen.append((key, value, step))
+        return types.SimpleNamespace(add_scalar=add, close=lambda: self.seen.append("closed"))
 
-        def add_scalar(self, key, value, step):
-            seen.append((key, value, step))
+    def init(self, *, name, id=None, resume=None, **_):
+        run = id or next(self.ids)
+        self.seen.append((name, run, resume))
+        log = lambda values, step: self.seen.append((values, step))
+        return types.SimpleNamespace(id=run, log=log, finish=lambda: self.seen.append("finished"))
 
-    run = types.SimpleNamespace(log=lambda values, step: seen.append((values, step)))
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
-    recorder = Recorder(config(tmp_path, tensorboard=True, wandb=True), 0)
+
+@pytest.fixture
+def board(monkeypatch):
+    board = Board()
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    return board
+
+
+def test_trackers_get_every_number(tmp_path, board):
+    recorder = Recorder(config(tmp_path / "run", tensorboard=True, wandb=True), 0)
     recorder.write({"step": 3, "loss": 1.5, "mfu": None, "sites": {"embed/forward": {"snr_db": 30.0}}})
     recorder.close()
     numbers = {"step": 3, "loss": 1.5, "sites/embed/forward/snr_db": 30.0}
-    assert seen == [str(tmp_path / "tensorboard"), *[(k, v, 3) for k, v in numbers.items()], (numbers, 3)]
+    scalars = [(k, v, 3) for k, v in numbers.items()]
+    # Named as the workdir is.
+    names = [str(tmp_path / "run" / "tensorboard" / "run"), ("run", "a", None)]
+    assert board.seen == [*names, *scalars, (numbers, 3), "closed", "finished"]
+
+
+def test_a_resumed_run_is_the_same_one_to_wandb(tmp_path, board):
+    def start(step, **options):
+        recorder = Recorder(config(tmp_path, wandb=True, tensorboard=True, run_name="mine"), step, **options)
+        recorder.write({"step": (step or 0) + 1, "loss": 1.0})
+        recorder.close()
+        return next(entry for entry in board.seen[::-1] if len(entry) == 3 and entry[0] == "mine")
+
+    assert start(0) == ("mine", "a", None) and board.seen[0] == str(tmp_path / "tensorboard" / "mine")
+    assert start(1) == ("mine", "a", "allow") == start(None)
+    # It takes no step twice, so a run that goes back is another one there, and the id of the first is kept.
+    assert start(1, keep_later=True) == ("mine", "b", None)
+    assert start(2) == ("mine", "b", "allow") and start(0) == ("mine", "c", None)
+    assert (tmp_path / "wandb_run").read_text() == "c\n" and (tmp_path / "wandb_run.aside-2").read_text() == "b\n"

@@ -1,8 +1,9 @@
-"""AdamW's schedule, clipping, and which leaves have weight decay."""
+"""Schedules, clipping, and which leaves have weight decay. Optimisers but AdamW: test_optimizers.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from taco_jax.config import OptimizerConfig
@@ -20,9 +21,32 @@ def test_learning_rate():
     assert all(a >= b for a, b in zip(values[4:], values[5:], strict=False))
 
 
+def test_schedules_are_their_formulas():
+    """Warm-up in steps 0 to 4; the last of 25 steps, 24, and those after it have the floor, but for constant."""
+    options = dict(learning_rate=2.0, min_learning_rate=0.5, warmup_steps=5, decay_fraction=0.32)
+    warmup = [2.0 * (t + 1) / 5 for t in range(5)]
+    share = lambda t: min(1.0, (t - 5) / 19)
+    after = {
+        "cosine": lambda t: 0.5 + 1.5 * (1 + np.cos(np.pi * share(t))) / 2,
+        "linear": lambda t: 2.0 - 1.5 * share(t),
+        # 0.32 x 25 = 8 steps: the learning rate is highest up to step 16.
+        "wsd": lambda t: 2.0 - 1.5 * min(1.0, max(0.0, t - 16) / 8),
+        "constant": lambda t: 2.0,
+    }
+    for name, formula in after.items():
+        schedule = optim.learning_rate(OptimizerConfig(schedule=name, **options), 25)
+        values = [float(schedule(t)) for t in range(28)]
+        np.testing.assert_allclose(values, warmup + [formula(t) for t in range(5, 28)], rtol=1e-6, err_msg=name)
+    optaxs = optax.warmup_cosine_decay_schedule(0.0, 2.0, 5, 24, 0.5)
+    schedule = optim.learning_rate(OptimizerConfig(**options), 25)
+    # The same after the warm-up, which begins one step later there.
+    np.testing.assert_allclose([schedule(t) for t in range(5, 28)], [optaxs(t) for t in range(5, 28)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup, steps", [(0, 1), (5, 5), (10, 3), (0, 10)])
-def test_schedule_of_odd_lengths(warmup, steps):
-    schedule = optim.learning_rate(OptimizerConfig(warmup_steps=warmup), steps)
+def test_schedule_of_odd_lengths(warmup, steps, name):
+    schedule = optim.learning_rate(OptimizerConfig(schedule=name, warmup_steps=warmup, decay_fraction=1.0), steps)
     values = np.array([schedule(t) for t in range(steps + 1)])
     assert (values > 0).all() and (values <= 3e-4 * (1 + 1e-6)).all()
 

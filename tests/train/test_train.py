@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gzip
 import json
 import os
 import pathlib
@@ -31,8 +32,10 @@ from taco_jax.config import (
 )
 from taco_jax.config.checks import check
 from taco_jax.train.checkpoint import Checkpoints
+from taco_jax.train.log_file import log_to, say
 from taco_jax.train.loop import Run, TrainingError, main, train
 from taco_jax.train.metrics import Recorder, read_records
+from taco_jax.train.profile import Profile
 from taco_jax.train.workdir import LOCK, locked
 
 
@@ -109,6 +112,86 @@ def test_command_line_leaves_everything(command):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints", LOCK}
     assert json.loads((run / "config.json").read_text())["devices"] == "cpu:8"
+
+
+def traced_steps(session):
+    """Numbers of the steps in the trace of a session with one process."""
+    (file,) = session.glob("*.trace.json.gz")
+    assert next(session.glob("*.xplane.pb")).stat().st_size > 1000
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return sorted({int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "args" in e})
+
+
+def test_a_traced_run_with_a_log(tmp_path, capsys):
+    """A run that ends before the trace's last step closes it; one that is resumed appends to its log."""
+    run, log = tmp_path / "run", tmp_path / "run" / "run.log"
+    config = make_config(run, profile="2:5", stop_after=3, log_file=str(log))
+    train(config)
+    sessions = run / "profile" / "plugins" / "profile"
+    assert traced_steps(sessions / "steps_2-5") == [2, 3] and [p.name for p in (run / "profile").iterdir()] == [
+        "plugins"
+    ]
+    first = capsys.readouterr().out
+    assert f"\nprofile of steps 2 to 3 in {run / 'profile'}\n" in first
+    lines = log.read_text().splitlines(keepends=True)
+    assert re.fullmatch(rf"# 20.* process {os.getpid()} on .*\n", lines[0]) and "".join(lines[1:]) == first
+    train(dataclasses.replace(config, profile="4:4", stop_after=None))
+    assert traced_steps(sessions / "steps_4-4") == [4]
+    second = capsys.readouterr().out
+    assert "changed since" not in second and second.index("profile of steps 4 to 4") < second.index("step 5/6")
+    # What ends a run is its last line.
+    with pytest.raises(ConfigError, match="checkpoint.resume_step=9"):
+        train(dataclasses.replace(config, profile=None, checkpoint=CheckpointConfig(resume_step=9)))
+    *whole, last = re.sub("^# .*\n", "", log.read_text(), flags=re.M).splitlines(keepends=True)
+    assert "".join(whole) == first + second + capsys.readouterr().out
+    assert last.startswith("error: checkpoint.resume_step=9: no such checkpoint")
+
+
+def test_a_trace_is_set_aside_and_its_failure_ends_no_run(tmp_path, monkeypatch):
+    lines = []
+
+    def trace(text, steps):
+        profile = Profile(text, tmp_path, lines.append)
+        for number in steps:
+            with profile.step(number, None):
+                out = jax.numpy.ones(3) + number
+            profile.after(number, out)
+        profile.close()
+
+    trace("3:4", range(1, 9)), trace("3:4", range(4, 9))
+    sessions = tmp_path / "profile" / "plugins" / "profile"
+    assert traced_steps(sessions / "steps_3-4.aside-1") == [3, 4] and traced_steps(sessions / "steps_3-4") == [4]
+    assert lines == [f"profile of steps {first} to 4 in {tmp_path / 'profile'}" for first in (3, 4)]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jax.profiler, "start_trace", full)
+    trace("2:3", range(1, 5))
+    assert re.fullmatch("profile 2:3: not written .OSError: .*No space left.*; the run goes on", lines.pop())
+    Profile("2:3", tmp_path, lines.append).plan(4, 6)
+    assert lines.pop() == "profile 2:3: no trace, this run has the steps 4 to 6"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nowhere/run.log", "there is no folder .*nowhere; make it"),
+        ("run/metrics.jsonl", "the run keeps something else in this file"),
+        (".", "is a folder; give the path of a file"),
+    ],
+)
+def test_a_log_file_that_cannot_be(tmp_path, name, message):
+    with pytest.raises(ConfigError, match=f"log_file=.*: {message}"):
+        train(make_config(tmp_path / "run", log_file=str(tmp_path / name)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(capsys):
+    with log_to("/dev/full"):
+        say("one"), say("two")
+    out, error = capsys.readouterr()
+    assert out == "one\ntwo\n" and error == "/dev/full: No space left on device; the run goes on without its log\n"
 
 
 def test_records(whole):
