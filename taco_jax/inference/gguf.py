@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from taco_jax.inference.tensors import check_sizes
 from taco_jax.inference.text import CONTROL, PRE, Tokenizer, byte_level_bpe
 from taco_jax.models import huggingface
 from taco_jax.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from taco_jax.inference.loading import Checkpoint
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # The file's names -> those of Hugging Face.
@@ -242,6 +246,32 @@ def _name(theirs: str) -> str:
         _, layer, part = (*stem.split(".", 2), "")[:3]
         return f"layers.{layer}.{IN_LAYER.get(part, part)}.{last}"
     return f"{TOP.get(stem, stem)}.{last}"
+
+
+def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """{name: content} of a Hugging Face tokenizer: the file's vocabulary, its chat template, the ids that end texts.
+
+    Empty where the package tokenizers is missing. The same file gives the same bytes.
+    """
+    if checkpoint.tokenizer is None:
+        return {}
+    library, template = checkpoint.tokenizer.library, checkpoint.template
+    special = dict(template.tokens) if template else {}
+    if len(checkpoint.eos) == 1:
+        special.setdefault("eos_token", library.id_to_token(*checkpoint.eos))
+    files = {
+        "tokenizer.json": library.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | special),
+    }
+    if checkpoint.eos:
+        files["generation_config.json"] = _json({"eos_token_id": sorted(checkpoint.eos)})
+    if template is not None:
+        files["chat_template.jinja"] = template.source.encode()
+    return files
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _tokenizer(fields: _Fields) -> Tokenizer | None:

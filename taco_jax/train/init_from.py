@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from taco_jax.config import CheckpointConfig, ConfigError, TrainConfig
+from taco_jax.config import CheckpointConfig, ConfigError, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import VOCAB_DIM
 from taco_jax.train.model_files import check_vocabulary
@@ -67,6 +67,7 @@ def with_model(config: TrainConfig, given: Set[str] = frozenset()) -> TrainConfi
       ConfigError: no such source, one that cannot be used, or a key of `given` that contradicts it.
     """
     if config.init_from is None:
+        _refuse_forgotten(config)
         return config
     _refuse_itself(config)
     where, model = _model(config)
@@ -157,6 +158,21 @@ def saved_steps(workdir: str | Path) -> list[int]:
     """Steps of a workdir's checkpoints, ascending, by the names of their folders. Nothing is read."""
     folder = Path(workdir) / CHECKPOINTS
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
+def _refuse_forgotten(config: TrainConfig) -> None:
+    """Raises ConfigError where a workdir's run began with weights that the command does not name, so that its shape is
+    another: rules about that shape would speak of a model that nobody has asked for."""
+    path = Path(config.workdir) / CONFIG
+    if not (saved_steps(config.workdir) and path.is_file()):
+        return
+    first = read_config(path)
+    now, before = to_dict(config)["model"], first.get("model", {})
+    if first.get("init_from") is not None and any(before.get(key, value) != value for key, value in now.items()):
+        raise ConfigError(
+            f"workdir={config.workdir}: its run began with --init-from {first['init_from']}, and the model of this "
+            f"command is another; give --init-from {first['init_from']} again, or use another --workdir"
+        )
 
 
 def _refuse_itself(config: TrainConfig) -> None:

@@ -221,6 +221,12 @@ class Run:
                 f"data.sequence_length={config.data.sequence_length} is longer than model.max_length="
                 f"{config.model.max_length}, the longest that the model is meant for"
             )
+        warmup = config.optimizer.warmup_steps
+        if warmup > config.steps:
+            say(
+                f"optimizer.warmup_steps={warmup} is longer than the run of {config.steps} steps: the learning rate "
+                f"ends at {config.steps / warmup:.0%} of optimizer.learning_rate"
+            )
         if self.step >= self.stop:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:

@@ -125,22 +125,10 @@ def _copy(source: Path, to: Path, *more: str) -> None:
 
 def _of_gguf(checkpoint: Checkpoint, to: Path) -> None:
     """The file's vocabulary, chat template and ends of texts as files of a Hugging Face folder."""
-    if checkpoint.tokenizer is None:
-        return
-    library, template = checkpoint.tokenizer.library, checkpoint.template
-    library.save(str(to / TOKENIZER))
-    special = dict(template.tokens) if template else {}
-    if len(checkpoint.eos) == 1:
-        special.setdefault("eos_token", library.id_to_token(*checkpoint.eos))
-    _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | special)
-    if checkpoint.eos:
-        _write_json(to / "generation_config.json", {"eos_token_id": sorted(checkpoint.eos)})
-    if template is not None:
-        (to / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    from taco_jax.inference.gguf import tokenizer_files
 
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, content in tokenizer_files(checkpoint).items():
+        (to / name).write_bytes(content)
 
 
 def _remarks_on_data(config: TrainConfig) -> list[str]:

@@ -24,6 +24,7 @@ from taco_jax.data.prepare import command, encoding, output, text_files
 from taco_jax.data.prepare.command import PrepareConfig, main, prepare
 from taco_jax.data.prepare.encoding import Encoder, Task
 from taco_jax.data.prepare.long_texts import Joiner, windows
+from taco_jax.inference.loading import open_checkpoint
 
 pytest.importorskip("tokenizers")
 DOCUMENTS = [sentences(1 + i % 7, seed=i) for i in range(60)]
@@ -149,6 +150,28 @@ def test_wide_ids(config, tmp_path):
     meta = prepare(dataclasses.replace(config, validation=0.0, **options))
     assert stored(tmp_path / "out")["train"] == [1, 69_999, 65_536, 70_000]
     assert (meta["dtype"], meta["vocab_size"]) == ("uint32", 70_001)
+
+
+def test_the_tokenizer_of_a_run(config, tmp_path, tokenizer, capsys):
+    shutil.copytree(tokenizer, tmp_path / "run" / "model")
+    prepare(dataclasses.replace(config, tokenizer=str(tmp_path / "run")))
+    assert stored(tmp_path / "out") == expected(tokenizer, DOCUMENTS, 0.1)
+    assert f"each document ends with {END} (id " in capsys.readouterr().out
+
+
+def test_the_vocabulary_of_a_gguf_file_is_what_a_run_keeps_of_it(config, tmp_path):
+    gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf: pip install 'taco-jax[gguf]'")
+    from taco_jax.train import model_files
+
+    _, file = gguf_files.write("qwen3", tmp_path / "source")
+    (file.parent / "config.json").write_text('{"eos_token_id": 12}')  # another model's
+    meta = prepare(dataclasses.replace(config, tokenizer=str(file)))
+    (tmp_path / "kept").mkdir()
+    model_files._of_gguf(open_checkpoint(file), tmp_path / "kept")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
+    assert "tokenizer.json" in kept and all((tmp_path / "out" / name).read_bytes() == kept[name] for name in kept)
+    eos = open_checkpoint(file).eos
+    assert meta["end_token"]["id"] in eos and 12 not in eos
 
 
 def test_special_tokens_that_a_text_spells_out(config, tmp_path, tokenizer):

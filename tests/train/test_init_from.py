@@ -185,6 +185,7 @@ def test_a_run_that_goes_on_needs_no_source(run, tokens, tmp_path, capsys):
     train(settings(source, tokens, folder, flags))
     out = capsys.readouterr().out
     assert "resumed from step 1\n" in out and "is not read again" in out and "step 0:" not in out
+    assert "optimizer.warmup_steps=100 is longer than the run of 3 steps: the learning rate ends at 3% of" in out
     assert "first run: stop_after" not in out and "first run: init_from" not in out
     record = json.loads((folder / "checkpoints" / "3" / "run" / "metadata").read_text())
     assert record["started_from"]["from"] == source
@@ -197,6 +198,8 @@ def test_a_run_that_goes_on_needs_no_source(run, tokens, tmp_path, capsys):
     )
     with pytest.raises(ConfigError, match=f"use the same model .--init-from {source} again. or another"):
         train(config)
+    with pytest.raises(ConfigError, match=f"its run began with --init-from {source}, and the model of this command is"):
+        init_from.with_model(config)
     other = write(tmp_path / "other", CONFIG | {"vocab_size": VOCAB}, {SINGLE: arrays() | wider})
     with pytest.raises(ConfigError, match="holds another model .model.d_model 48 -> 8"):
         train(settings(other, tokens, folder, flags))

@@ -56,7 +56,7 @@ class PrepareConfig:
     out: str
     """The folder to write. An unfinished one goes on."""
     tokenizer: str
-    """A tokenizer.json, or a folder that holds one."""
+    """A tokenizer.json, the folder of a model or of a run that has one, or a .gguf file with its vocabulary."""
     text_field: str = "text"
     """The field of .jsonl lines and .parquet rows that holds the text."""
     end_token: str | None = None
@@ -91,7 +91,7 @@ def main(args: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m taco_jax.prepare", description=head, epilog=more[0])
     parser.add_argument("sources", nargs="+", metavar="TEXT", help="file, folder or pattern in quotes")
     parser.add_argument("--out", required=True, help="the folder to write; an unfinished one goes on")
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json, or a folder that holds one")
+    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json, a model's or run's folder, or a .gguf")
     parser.add_argument("--text-field", help="field of .jsonl and .parquet with the text (default: text)")
     parser.add_argument("--end-token", help="token after each document (default: what stands beside the tokenizer)")
     plain = "special tokens that a text spells out stay text"
@@ -167,6 +167,7 @@ def summary(out: Path, meta: dict[str, Any]) -> Iterator[str]:
             f"{out}: {split}: {part['documents']:,} documents, {part['tokens']:,} tokens of {meta['dtype']} in {files} "
             f"file{'s' * (files != 1)}"
         )
+    yield f"each document ends with {meta['end_token']['text']} (id {meta['end_token']['id']})"
     left_out = {key: count for key, count in meta["left_out"].items() if count}
     if left_out:
         yield "left out: " + ", ".join(f"{count:,} {key}" for key, count in left_out.items())
