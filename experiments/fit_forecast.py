@@ -54,7 +54,8 @@ def products() -> dict:
     (per_k, start), worst = fit([(waves(m) * k, waves(m)) for m, k, _ in rows], [us for *_, us in rows])
     rate = 2 * TILE[0] * TILE[1] / (per_k * 1e-6) * H200_SMS
     return {
-        "tile": TILE, "peak": H200_PEAK, "share_of_peak": rate / H200_PEAK, "k0": start / per_k, "worst": worst, "rows": len(rows),
+        "tile": TILE, "peak": H200_PEAK, "share_of_peak": rate / H200_PEAK, "k0": start / per_k,
+        "worst": worst, "rows": len(rows),
         "source": "product_h200, feedback_h200: products of bf16 on one H200",
     }  # fmt: skip
 
@@ -149,8 +150,9 @@ def links(kinds: dict) -> dict:
             of = [row for row in rows if row[:2] == (link, ranks)]
             ring = 2 * (ranks - 1) / ranks
             exact = [(2 * n, us) for _, _, way, n, us in of if way == "none"]
-            found[link]["exact"][str(ranks)], worst = _line([(ring * b, us) for b, us in exact],
-                                                            found[link]["exact"].get("2"), 2 * (ranks - 1) / 2)  # fmt: skip
+            lines = [(ring * b, us) for b, us in exact]
+            other = found[link]["exact"].get("2")
+            found[link]["exact"][str(ranks)], worst = _line(lines, other, ranks - 1)
             hops, terms = (1 if ranks == 2 else 2), []
             for _, _, way, n, us in of:
                 codec, _, transport = way.partition(":")

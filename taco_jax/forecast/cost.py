@@ -46,9 +46,7 @@ class Machine:
 
     def __post_init__(self):
         if self.devices % self.hosts:
-            raise ConfigError(
-                f"--hosts {self.hosts}: must divide the {self.devices} devices of the mesh (dp x pp x tp)"
-            )
+            raise ConfigError(f"--hosts {self.hosts}: must divide the {self.devices} devices (dp x pp x tp)")
         if self.hosts > 1 and self.between is None:
             raise ConfigError(f"--hosts {self.hosts}: say what joins them, --between 100Gb/s")
         if not self.kernels:
@@ -203,10 +201,8 @@ class Machine:
         coarse = wire_bytes(outer, message)
         if local == 1 or message.nbytes < tuned.HIERARCHICAL_MIN_BYTES:
             of, w = (outer, coarse) if local == 1 else (codec, wire)
-            # Flat: every rank sends to all others, most of them on other hosts.
-            crossing = (
-                hops * (ranks - 1) / ranks * w * (1 if local == 1 else hosts / max(1, hosts - 1) * (hosts - 1) / hosts)
-            )
+            # Flat: every rank sends to all others.
+            crossing = hops * (ranks - local) / ranks * w
             return self.codec_seconds(message, of, ranks), self._between(hops, crossing)
         part = dataclasses.replace(message, elements=math.ceil(message.elements / local), feedback=False)
         inside = hops * self.link.send(local, (local - 1) / local * wire)

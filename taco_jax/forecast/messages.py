@@ -10,8 +10,6 @@ import dataclasses
 import fnmatch
 import math
 
-import numpy as np
-
 from taco_jax.codec import Codec, as_codec
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import TrainConfig, pipeline_schedule, sequence_parallel
@@ -56,10 +54,7 @@ def training(config: TrainConfig) -> list[Message]:
     schedule = pipeline_schedule(config)
     microbatches = 1 if schedule is None else schedule.microbatches
     sequences = config.global_batch // (mesh.dp * config.accumulation)
-    length, size = (
-        config.data.sequence_length,
-        np.dtype("uint16" if config.compute_dtype != "float32" else "f4").itemsize,
-    )
+    length, size = config.data.sequence_length, 4 if config.compute_dtype == "float32" else 2
     whole = sequences * length * model.d_model
     of_layer = whole // microbatches // config.chains
     sp, again = sequence_parallel(config)[0], 1

@@ -237,9 +237,7 @@ def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, l
     except ValueError as error:
         raise ConfigError(f"--mesh.tp {tp}: {error}") from None
     if length > model.max_length:
-        raise ConfigError(
-            f"--ttft {length}: the model's longest sequence has {model.max_length} tokens; use at most that"
-        )
+        raise ConfigError(f"--ttft {length}: the model's longest sequence has {model.max_length} tokens; use that")
     if feedback is None:
         one = machine.one_kernel(machine.link, tp, True) and machine.hosts == 1
         feedback = codec.element not in EIGHT_BITS and not one

@@ -154,9 +154,9 @@ def layer_backward(s: Shard, sequences: int, length: int, *, fused_attention: bo
     # A norm's gradient: a reduction reads x and the gradient, another kernel these and the stream's, and writes one;
     # that of its scale reads two once more.
     of_norm = 8 * rows * s.d
-    # Gradients of gate and up: two kernels that read three and write one each, less what both share; they are joined for
-    # each of the two products that take them. (loop_multiply_fusion, loop_add_fusion and two wrapped_concatenate a layer
-    # in experiments/results/overlap_2gpus/trace.txt.)
+    # Gradients of gate and up: two kernels that move 3 and 4 widths; both are joined for each of the two products that
+    # take them. (loop_multiply_fusion, loop_add_fusion and two wrapped_concatenate a layer in
+    # experiments/results/overlap_2gpus/trace.txt.)
     of_act = t * (7 * s.f + 8 * s.f) if s.model.gated_mlp else t * 3 * s.f
     bias = t * (s.q + 2 * s.kv) if s.model.qkv_bias else 0
     return [
