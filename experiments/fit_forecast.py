@@ -1,7 +1,7 @@
 """Fits the forecast's constants on sums and kernels in experiments/results, and writes them into the package.
 
-    python experiments/fit_forecast.py            writes taco_jax/forecast/constants.json anew
-    python experiments/fit_forecast.py --check    exit code 1 if the file would change
+    python experiments/fit_forecast.py            writes constants.json and record.json of taco_jax/forecast anew
+    python experiments/fit_forecast.py --check    exit code 1 if one of them would change
 
 No step's time and no time to a first token is used: experiments/forecast_errors.py compares the forecast with those.
 Each fit is linear least squares of relative errors with no negative constants (scipy's nnls). docs/forecast.md has the
@@ -25,7 +25,7 @@ from taco_jax.config import ConfigError, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-OUTPUT = ROOT / "taco_jax" / "forecast" / "constants.json"
+PACKAGE = ROOT / "taco_jax" / "forecast"
 MEGA, KILO = 1 << 20, 1 << 10
 H200_PEAK, H200_SMS, H200_SHEET_GB_S, H100_SHEET_GB_S = 989.4e12, 132, 4800, 3350
 TILE = (128, 256)  # of cuBLAS's products of bf16 on Hopper (nvjet ... 128x256, 256x128 in overlap_2gpus/trace.txt)
@@ -168,6 +168,9 @@ def links(kinds: dict) -> dict:
                 kernel = {"us": us, "gb_s": 1 / per_byte / 1e3, "ns": per_element * 1e3}
                 found[link]["kernel"][str(ranks)] = kernel
                 found[link]["worst"][str(ranks)]["kernel"] = worst
+    # What a hop of a compressed message takes beside a step of the link: its kernels' start, and waiting for them.
+    nvlink = found["nvlink"]
+    found["start_us"] = nvlink["hop"]["4"]["us"] - nvlink["exact"]["4"]["us"] / 4
     found["nvlink"]["source"] = "allreduce_2gpus, allreduce_4gpus, psum_small_2gpus, psum_2gpus_nvlink, psum_nvlink"
     found["host"]["source"] = "psum_2gpus_host, psum_host, moves_2gpus (its sums)"
     return found
@@ -188,6 +191,26 @@ def _line(rows: list[tuple[float, float]], other: dict | None, factor: float) ->
     return {"us": us, "gb_s": 1 / per_byte / 1e3}, worst
 
 
+def record() -> dict:
+    """What codecs cost in loss: relative changes with their standard errors, and where they are from."""
+    training, prompts = {}, {}
+    for name, row in summary("codec_ablation")["gpt2_124m"].items():
+        source = f"codec_ablation: GPT-2 124M at tp 4, {row['steps']} steps"
+        training[name] = {"change": row["difference"], "error": None, "runs": row["runs"], "source": source}
+    found = summary("accuracy")
+    for name, row in found["gpt2_124m"].items():
+        source = f"accuracy: GPT-2 124M at tp 2, {row['steps']} steps"
+        training[name] = {"change": row["difference"], "error": row["standard_error"], "runs": row["pairs"],
+                          "source": source}  # fmt: skip
+    for name, row in summary("perplexity_smollm2").items():
+        source = "perplexity_smollm2: SmolLM2-135M at tp 3, perplexity"
+        if "change" in row:
+            prompts[name] = {"change": row["change"], "error": row["error"], "runs": 1, "source": source}
+    for rows in (training, prompts):
+        rows.pop("none", None)
+    return {"bound": found["bound"], "training": training, "first_token": prompts}
+
+
 def pruned(value):
     """Numbers to five digits, so that another machine's last bits write the same file."""
     if isinstance(value, dict):
@@ -203,21 +226,31 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         kernels, copies = codecs(), memory()
-        content = {
+        constants = {
             "product": products(), "attention": attention(), "memory": copies, "codec": kernels,
             "feedback": feedback(copies["share_of_sheet"]["H200"]), "links": links(kernels["gb_s"]["H200"]),
             "nvlink_gb_s": 450,
         }  # fmt: skip
+        files = {"constants.json": constants, "record.json": record()}
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{RESULTS}: lacks what the fit reads ({error!r}); take a whole checkout") from None
-    text = json.dumps(pruned(content), indent=1) + "\n"
-    if args.check:
-        same = OUTPUT.is_file() and OUTPUT.read_text() == text
-        print("the same" if same else f"{OUTPUT.relative_to(ROOT)} is not what the results say: fit_forecast.py")
-        return 0 if same else 1
-    OUTPUT.write_text(text)
-    print(f"wrote {OUTPUT.relative_to(ROOT)}")
-    return 0
+    return write_files(files, args.check)
+
+
+def write_files(files: dict[str, dict], check: bool) -> int:
+    """Writes the package's files, or says which would change. Returns the exit code."""
+    changed = 0
+    for name, content in files.items():
+        path, text = PACKAGE / name, json.dumps(pruned(content), indent=1) + "\n"
+        if path.is_file() and path.read_text() == text:
+            continue
+        changed = 1
+        if check:
+            print(f"{path.relative_to(ROOT)} is not what the results say: python experiments/fit_forecast.py")
+        else:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+    return changed if check else 0
 
 
 if __name__ == "__main__":

@@ -138,9 +138,11 @@ def given(name: str, gb_s: float, us: float | None = None, key: str = "--link") 
     if us is not None and not 0 <= us <= 1e5:
         raise ConfigError(f"{key} {name!r}: a latency must be from 0us to 100ms, such as 15us")
     assumed = () if us is not None else ("the link's latency: that of host memory on H200",)
-    us = load()["links"]["host"]["hop"]["2"]["us"] if us is None else us
-    # One message's latency; a ring of two has two steps.
-    return Link(name, "given", {2: Rate(2 * us, gb_s)}, {2: Rate(us, gb_s)}, source="as given", assumed=assumed)
+    c = load()["links"]
+    us = c["host"]["exact"]["2"]["us"] / 2 if us is None else us
+    # One message's latency: a ring of two has two steps.
+    hop = Rate(us + c["start_us"], gb_s)
+    return Link(name, "given", {2: Rate(2 * us, gb_s)}, {2: hop}, source="as given", assumed=assumed)
 
 
 def _fitted(kind: str, gpu: Gpu, key: str) -> Link:
