@@ -88,9 +88,8 @@ class Link:
         """The link as if it carried so much: latencies stay, all rates change alike, NVLink kernels are off."""
         factor = gb_s / self.gb_s(2)
         scaled = lambda rates: {n: Rate(r.us, r.gb_s * factor) for n, r in rates.items()}
-        return dataclasses.replace(
-            self, name=f"{gb_s:g}GB/s", exact=scaled(self.exact), hop=scaled(self.hop), kernel={}
-        )
+        rates = {"exact": scaled(self.exact), "hop": scaled(self.hop)}
+        return dataclasses.replace(self, name=f"{gb_s:g}GB/s", kind="given", kernel={}, **rates)
 
     def without_kernels(self) -> Link:
         return dataclasses.replace(self, kernel={})
