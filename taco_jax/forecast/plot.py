@@ -20,13 +20,13 @@ def check_path(path: Path, key: str) -> None:
         raise ConfigError(f"{key} {path}: there is no folder {path.parent}; make it first")
 
 
-def _figure(columns: int):
+def _figure(columns: int, rows: int = 1):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * columns, 4.2), layout="constrained")
+    figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, figure.subplots(rows, columns, squeeze=False).reshape(-1)
 
 
 def draw(path: Path, title: str, codecs: Sequence[str], speedup: Speedup, *, tokens: Sequence[int], here: float,
@@ -53,9 +53,9 @@ def draw(path: Path, title: str, codecs: Sequence[str], speedup: Speedup, *, tok
     figure.savefig(path, dpi=110)
 
 
-def draw_scale(path: Path, studies: dict[str, Sequence[Point]]) -> None:
+def draw_scale(path: Path, studies: dict[str, Sequence[Point]], columns: int = 1) -> None:
     """One panel a study: times as fast as exact over GPUs, each way a line."""
-    figure, axes = _figure(len(studies))
+    figure, axes = _figure(columns, -(-len(studies) // columns))
     for axis, (title, points) in zip(axes, studies.items()):
         exact = {p.gpus: p.tokens for p in points if p.way == "none"}
         for way in dict.fromkeys(p.way for p in points if p.way != "none"):

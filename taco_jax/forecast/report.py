@@ -11,6 +11,7 @@ from taco_jax.forecast.cost import Machine
 from taco_jax.forecast.predict import Forecast, Part
 from taco_jax.forecast.scale import Point, stops
 
+EVERYWHERE = "pays on all of these numbers of GPUs"
 PARTS = ("products", "memory", "codec", "messages")
 
 
@@ -148,7 +149,7 @@ def where(points: Sequence[Point], way: str) -> str:
     if first is None:
         return "pays nowhere here (less than 2 %)"
     if (first, last) == (least, most):
-        return "pays on all of these numbers of GPUs"
+        return EVERYWHERE
     if last == most:
         return f"pays from {first:,} GPUs on"
     return f"pays up to {last:,} GPUs" if first == least else f"pays from {first:,} to {last:,} GPUs"

@@ -26,12 +26,14 @@ USABLE = 0.9
 """Of the memory: the rest is what XLA, NCCL and fragments take (assumed)."""
 WAYS = {
     "none": ("none", "none", "bfloat16"),
-    "taco": ("taco", "int8h", "bfloat16"),
-    "int8h": ("int8h", "int8h", "int8h"),
+    "tp": ("int8h", "none", "bfloat16"),
+    "dp": ("none", "int8h", "int8h"),
+    "taco": ("taco", "int8h", "int8h"),
     "int6h": ("int6h", "int8h", "int8h"),
     "int4h": ("int4h", "sdp4", "int4h"),
 }
-"""Codecs of tp, of the gradients and of the weights over dp; stages send int8_token and e4m3h unless all is exact."""
+"""Codecs of tp, of the gradients and of the weights over dp. `tp` and `dp` compress one axis alone, in int8h. Stages send
+int8_token and e4m3h where tp is compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,8 @@ def _machine(gpu: Gpu, link: Link, between: Link, n: int, per_host: int, rails: 
 
 def _in_way(config: TrainConfig, way: str) -> TrainConfig:
     tp, gradients, parameters = WAYS[way]
+    if not config.data_parallel.zero1:
+        parameters = "none"
     return dataclasses.replace(
         config,
         compression=dataclasses.replace(config.compression, forward=tp, backward=tp, plan={}),
