@@ -26,7 +26,7 @@ import runs
 from taco_jax.codec import as_codec
 from taco_jax.config import CompressionConfig, DataParallelConfig, MeshConfig, PipelineConfig, TrainConfig, cli
 from taco_jax.config.flags import load
-from taco_jax.forecast import hardware, links, messages, predict
+from taco_jax.forecast import constants, hardware, links, messages, predict
 from taco_jax.forecast.cost import Machine
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.presets import preset
@@ -40,7 +40,6 @@ GROUPS = {
     "first token": "times to the first token",
     "small steps": "steps of models of 350M parameters and fewer",
 }
-FEW = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +329,7 @@ def main(arguments: Sequence[str]) -> None:
     }  # fmt: skip
     (args.out / "README.md").write_text(readme(go, groups, rows, others))
     listed = [dataclasses.asdict(r) | {"error": r.error, "speedup_error": r.speedup_error} for r in rows]
-    content = {"groups": groups, "rows": listed, "published": others}
+    content = {"groups": groups, "rows": listed, "published": others, "constants": constants.load()}
     (args.out / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
     ERRORS.write_text(json.dumps({"groups": groups}, indent=1) + "\n")
     draw(args.out / "forecast.png", rows)

@@ -62,8 +62,8 @@ def readme(go: dict, found: dict) -> str:
     lines += [
         "A forecast, not a measurement: nothing has been measured over several hosts. What it supposes stands in",
         "experiments/scale_study.py and docs/forecast.md. Exact is float32 for gradients and bfloat16 for weights, as",
-        "the trainer has them. `tp` and `dp`: one axis alone is compressed, in int8h. `taco` and `int6h`: these over tp,",
-        "gradients and weights over dp in int8h. `int4h`: int4h over tp, sdp4 for gradients, int4h for weights.", "",
+        "the trainer has them. `tp` and `dp`: one axis alone is compressed, in int8h. `taco` and `int6h`: these over",
+        "tp, gradients and weights over dp in int8h. `int4h`: that over tp, sdp4 for gradients, int4h for weights.", "",
         "## Times as fast as exact on 8,192 GPUs (the most), and on how many a way pays where that is not on all", "",
         "| shape | between hosts | cards of a host | exact: dp x pp x tp | of it messages | empty | "
         + " | ".join(f"`{way}`" for way in scale.WAYS if way != "none") + " |", "|" + "---|" * (5 + len(scale.WAYS)),
@@ -107,17 +107,23 @@ def findings(found: dict) -> list[str]:
                 best = max((w for w in of if w != "none"), key=of.get)
                 gains[shape] = f"{shape} {of[best] / of['none']:.2f}x ({best})"
         lines.append(f"* {speed}, a card for each GPU, on the most GPUs: the best is {', '.join(gains.values())}.")
-    never = [f"{shape} at {speed} ({CARDS[cards]}): {way}" for (shape, speed, cards), points in found.items()
-             for way in scale.WAYS if way != "none" and scale.stops(points, way)[0] is None]  # fmt: skip
-    lines.append(f"* Nowhere at least 2 % faster than exact: {'; '.join(never) or 'no way of any study'}.")
-    layouts = {}
-    for (shape, speed, cards), points in found.items():
+    for way in scale.WAYS:
+        if way != "none":
+            never = [key for key, points in found.items() if scale.stops(points, way)[0] is None]
+            partly = [key for key, points in found.items() if report.where(points, way) != report.EVERYWHERE]
+            lines.append(
+                f"* `{way}` is less than 2 % faster than exact on every number of GPUs in {len(never)} of {len(found)} "
+                f"studies, on some in {len(partly) - len(never)}."
+            )
+    changed = []
+    for points in found.values():
         last = max(p.gpus for p in points)
         p, q = (next(x for x in points if x.gpus == last and x.way == way) for way in ("none", "int4h"))
-        if (p.pp, p.tp) != (q.pp, q.tp):
-            layouts[f"{shape} at {speed}, {CARDS[cards]}"] = f"pp {p.pp} x tp {p.tp} becomes pp {q.pp} x tp {q.tp}"
-    changed = "; ".join(f"{what}: {how}" for what, how in layouts.items())
-    lines.append(f"* The fastest layout is another with `int4h` than exactly: {changed or 'nowhere'}.")
+        changed += [q.pp < p.pp] if (p.pp, p.tp) != (q.pp, q.tp) else []
+    lines.append(
+        f"* On the most GPUs the fastest layout is another with `int4h` than exactly in {len(changed)} of {len(found)} "
+        f"studies; it has fewer stages in {sum(changed)}."
+    )
     return lines
 
 

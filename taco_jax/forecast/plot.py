@@ -8,7 +8,7 @@ from pathlib import Path
 from taco_jax.errors import ConfigError
 from taco_jax.forecast.scale import Point
 
-SPEEDS = tuple(10 ** (k / 8) for k in range(25))
+SPEEDS = tuple(10 ** (k / 4) for k in range(13))
 Speedup = Callable[[float, str, int], float]
 
 

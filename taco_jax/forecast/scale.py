@@ -32,8 +32,8 @@ WAYS = {
     "int6h": ("int6h", "int8h", "int8h"),
     "int4h": ("int4h", "sdp4", "int4h"),
 }
-"""Codecs of tp, of the gradients and of the weights over dp. `tp` and `dp` compress one axis alone, in int8h. Stages send
-int8_token and e4m3h where tp is compressed."""
+"""Codecs of tp, of the gradients and of the weights over dp. `tp` and `dp` compress one axis alone, in int8h. Stages
+send int8_token and e4m3h where tp is compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
