@@ -152,14 +152,15 @@ def links(kinds: dict) -> dict:
             exact = [(2 * n, us) for _, _, way, n, us in of if way == "none"]
             lines = [(ring * b, us) for b, us in exact]
             other = found[link]["exact"].get("2")
-            found[link]["exact"][str(ranks)], worst = _line(lines, other, ranks - 1)
+            one_size = len({n for *_, n, _ in of}) == 1
+            found[link]["exact"][str(ranks)], worst = _line(lines, other, ranks - 1, one_size=one_size)
             hops, terms = (1 if ranks == 2 else 2), []
             for _, _, way, n, us in of:
                 codec, _, transport = way.partition(":")
                 if transport == "nccl":
                     sent = hops * (ranks - 1) / ranks * CODECS[codec].wire_bytes(n) * (2 if ranks == 2 else 1)
                     terms.append((sent / hops, (us - codec_us(codec, n, ranks, kinds)) / hops))
-            found[link]["hop"][str(ranks)], worst_hop = _line(terms, found[link]["hop"].get("2"), 1)
+            found[link]["hop"][str(ranks)], worst_hop = _line(terms, found[link]["hop"].get("2"), 1, one_size=one_size)
             found[link]["worst"][str(ranks)] = {"exact": worst, "hop": worst_hop}
             one = [(way, n, us) for _, _, way, n, us in of if way in CODECS and way != "none"]
             if one:
@@ -180,9 +181,12 @@ def _sent(codec: str, n: int, ranks: int) -> float:
     return CODECS[codec].wire_bytes(n) * (1 if ranks == 2 else 2 * (ranks - 1) / ranks)
 
 
-def _line(rows: list[tuple[float, float]], other: dict | None, factor: float) -> tuple[dict, float]:
-    """(latency and rate, largest error) of (bytes, us) rows. Rows of one size alone take the other's latency."""
-    if len({round(b) for b, _ in rows}) == 1 or other is not None and len(rows) < 3:
+def _line(rows: list[tuple[float, float]], other: dict | None, factor: float, *, one_size: bool) -> tuple[dict, float]:
+    """(latency and rate, largest error) of (bytes, us) rows.
+
+    Sums of one size alone say nothing of a latency: they take that of two ranks, `factor` times.
+    """
+    if one_size:
         us = 0.0 if other is None else other["us"] * factor
         (per_byte,), _ = fit([(b,) for b, _ in rows], [t - us for _, t in rows])
         worst = max(abs((us + b * per_byte) / t - 1) for b, t in rows)
