@@ -22,6 +22,7 @@ from scipy.optimize import nnls
 
 from taco_jax.codec import CODECS
 from taco_jax.config import ConfigError, cli
+from taco_jax.forecast.links import hop_steps, steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -153,14 +154,18 @@ def links(kinds: dict) -> dict:
             lines = [(ring * b, us) for b, us in exact]
             other = found[link]["exact"].get("2")
             one_size = len({n for *_, n, _ in of}) == 1
-            found[link]["exact"][str(ranks)], worst = _line(lines, other, ranks - 1, one_size=one_size)
+            found[link]["exact"][str(ranks)], worst = _line(lines, other, steps(ranks) / steps(2), one_size=one_size)
             hops, terms = (1 if ranks == 2 else 2), []
             for _, _, way, n, us in of:
                 codec, _, transport = way.partition(":")
                 if transport == "nccl":
                     sent = hops * (ranks - 1) / ranks * CODECS[codec].wire_bytes(n) * (2 if ranks == 2 else 1)
                     terms.append((sent / hops, (us - codec_us(codec, n, ranks, kinds)) / hops))
-            found[link]["hop"][str(ranks)], worst_hop = _line(terms, found[link]["hop"].get("2"), 1, one_size=one_size)
+            other = found[link]["hop"].get("2")
+            if one_size and other is not None:
+                start = found["start_us"]
+                other = {"us": start + (other["us"] - start) * hop_steps(ranks) / hop_steps(2)}
+            found[link]["hop"][str(ranks)], worst_hop = _line(terms, other, 1, one_size=one_size)
             found[link]["worst"][str(ranks)] = {"exact": worst, "hop": worst_hop}
             one = [(way, n, us) for _, _, way, n, us in of if way in CODECS and way != "none"]
             if one:
@@ -169,9 +174,10 @@ def links(kinds: dict) -> dict:
                 kernel = {"us": us, "gb_s": 1 / per_byte / 1e3, "ns": per_element * 1e3}
                 found[link]["kernel"][str(ranks)] = kernel
                 found[link]["worst"][str(ranks)]["kernel"] = worst
-    # What a hop of a compressed message takes beside a step of the link: its kernels' start, and waiting for them.
-    nvlink = found["nvlink"]
-    found["start_us"] = nvlink["hop"]["4"]["us"] - nvlink["exact"]["4"]["us"] / 4
+        if link == "nvlink":
+            # What a hop of a compressed message takes beside its steps: its kernels' start, and waiting for them.
+            step = found[link]["exact"]["4"]["us"] / steps(4)
+            found["start_us"] = found[link]["hop"]["4"]["us"] - hop_steps(4) * step
     found["nvlink"]["source"] = "allreduce_2gpus, allreduce_4gpus, psum_small_2gpus, psum_2gpus_nvlink, psum_nvlink"
     found["host"]["source"] = "psum_2gpus_host, psum_host, moves_2gpus (its sums)"
     return found

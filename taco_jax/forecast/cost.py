@@ -20,7 +20,7 @@ from taco_jax.compression import tuned
 from taco_jax.errors import ConfigError
 from taco_jax.forecast.constants import load
 from taco_jax.forecast.hardware import Gpu
-from taco_jax.forecast.links import Link, Rate
+from taco_jax.forecast.links import Link, Rate, steps
 from taco_jax.forecast.messages import Message
 from taco_jax.forecast.work import Work
 
@@ -164,9 +164,9 @@ class Machine:
         card = self.between.gb_s(2) * 1e9
         return min(card, card * self.rails / senders)
 
-    def _between(self, steps: float, sent: float) -> float:
+    def _between(self, hops: float, sent: float) -> float:
         """Seconds between hosts of `sent` bytes from each GPU of a host, all at once."""
-        return 1e-6 * steps * _hop(self.between).us + sent / self.rail(self.per_host)
+        return 1e-6 * hops * _hop(self.between).us + sent / self.rail(self.per_host)
 
     def exact_seconds(self, message: Message, local: int, hosts: int) -> float:
         """Seconds of one exact message among local x hosts ranks."""
@@ -177,9 +177,8 @@ class Machine:
             whole = self.link.all_reduce(ranks, b)
         else:
             inside = self.link.all_reduce(local, b) if local > 1 else 0.0
-            steps = min(2 * (hosts - 1), 2 * math.ceil(math.log2(hosts)))
             # NCCL's rings go by all cards of a host: each rank carries its part of what the host sends.
-            outside = self._between(steps, 2 * (hosts - 1) / hosts * b / local)
+            outside = self._between(steps(hosts), 2 * (hosts - 1) / hosts * b / local)
             # A ring's steps follow each other in a pipeline; the slower part of the way is its speed.
             whole = max(inside, outside)
         return whole if message.op == "psum" else whole / 2

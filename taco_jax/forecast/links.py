@@ -70,7 +70,7 @@ class Link:
     def all_reduce(self, ranks: int, nbytes: float) -> float:
         """Seconds of an exact all-reduce of `nbytes` by NCCL's ring, or its tree where that has fewer steps."""
         at, rate = _nearest(self.exact, ranks)
-        return Rate(rate.us * _steps(ranks) / _steps(at), rate.gb_s).seconds(2 * (ranks - 1) / ranks * nbytes)
+        return Rate(rate.us * steps(ranks) / steps(at), rate.gb_s).seconds(2 * (ranks - 1) / ranks * nbytes)
 
     def half_reduce(self, ranks: int, nbytes: float) -> float:
         """Seconds of an exact reduce-scatter or all-gather, half of an all-reduce."""
@@ -78,7 +78,9 @@ class Link:
 
     def send(self, ranks: int, sent: float) -> float:
         """Seconds of one hop among `ranks` in which each sends so many bytes."""
-        return _nearest(self.hop, ranks)[1].seconds(sent)
+        at, rate = _nearest(self.hop, ranks)
+        start = min(rate.us, load()["links"]["start_us"])
+        return Rate(start + (rate.us - start) * hop_steps(ranks) / hop_steps(at), rate.gb_s).seconds(sent)
 
     def gb_s(self, ranks: int) -> float:
         """The rate of its hops."""
@@ -100,8 +102,14 @@ def _nearest(by_ranks: dict[int, Any], ranks: int) -> tuple[int, Any]:
     return at, by_ranks[at]
 
 
-def _steps(ranks: int) -> int:
-    return min(2 * (ranks - 1), 2 * max(1, math.ceil(math.log2(ranks))))
+def steps(ranks: int) -> int:
+    """Messages that follow each other in an exact all-reduce: in a ring, or in a tree where that has fewer."""
+    return 2 * min(ranks - 1, max(1, math.ceil(math.log2(ranks))))
+
+
+def hop_steps(ranks: int) -> float:
+    """The same of a hop of a compressed sum, the mean of both: all exchange at once, then each result goes round."""
+    return (1 + steps(ranks) / 2) / 2
 
 
 def parse(text: str, gpu: Gpu, measured: dict | None = None, key: str = "--link") -> Link:

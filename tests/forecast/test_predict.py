@@ -78,7 +78,7 @@ def test_a_compressed_step_by_hand():
     on = machine("12GB/s,15us")
     found = predict.step(SEVEN, on, "int8h")
     start, wire = load()["links"]["start_us"] * 1e-6, 16384 * 3584 * (1 + 2 / 128)
-    hops = 2 * (15e-6 + start + 3 / 4 * wire / 12e9)
+    hops = 2 * (1.5 * 15e-6 + start + 3 / 4 * wire / 12e9)
     rates = {op: 1e9 * load()["codec"]["gb_s"]["H200"]["int8h"]["mosaic"][op] for op in ("encode", "decode", "reduce")}
     values = 2 * 16384 * 3584
     codec = (values + wire) / rates["encode"] + (values + wire) / rates["decode"] + 1.25 * wire / rates["reduce"]
