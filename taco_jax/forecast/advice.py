@@ -80,14 +80,14 @@ def pays(machine: Machine, message: Message, *, nvlink: bool = True) -> bool:
 
 
 def most_gb_s(predict: Predict, machine: Machine, codecs: str) -> float:
-    """The speed of the link up to which the codec makes the whole faster, by bisection; inf: at every speed, 0: at
-    none. Over several hosts it is the link between them."""
+    """The speed of the link up to which the codec makes the whole 2 % faster and more, by bisection; inf: at every
+    speed, 0: at none. Over several hosts it is the link between them."""
     outside = machine.hosts > 1
 
     def faster(gb_s: float) -> bool:
         links = {"between": machine.between.at(gb_s)} if outside else {"link": machine.link.at(gb_s)}
         at = dataclasses.replace(machine, **links)
-        return predict(at, codecs).seconds < predict(at, "none").seconds
+        return predict(at, codecs).seconds * LEAST_GAIN <= predict(at, "none").seconds
 
     low, high = 0.05, MOST_GB_S
     if not faster(low):
@@ -118,7 +118,7 @@ def describe(choice: Choice | None, least: int | None, most: float, choices: Seq
     if math.isinf(most):
         parts.append("at every speed of the link")
     elif most:
-        parts.append(f"at {most:.3g} GB/s and more it no longer pays")
+        parts.append(f"at {float(f'{most:.2g}'):g} GB/s and more it no longer pays")
     return "; ".join([*parts, f"{what} {choice.loss} by {choice.loss.source}"])
 
 
