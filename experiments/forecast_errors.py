@@ -233,12 +233,12 @@ def published() -> list[dict]:
         "replica, 32 hosts of 4 A100 at 100 Gb/s; gradients exact in float32, theirs in 16 bits are half")  # fmt: skip
     nvlink8 = machine("H100", "nvlink", 8)
     for mega, given in ((64, 1.20), (256, 1.33)):
-        sum_ = messages.Message("", "forward", "psum", "tp", 8, mega << 20, 2, 1, as_codec("int8h"))
+        sum_ = messages.SiteMessage("", "forward", "psum", "tp", 8, mega << 20, 2, 1, as_codec("int8h"))
         row("FlashInfer", f"all-reduce of {mega}M elements, NVLink, 8 bits", (given,),
             [nvlink8.exact_seconds(sum_, 8, 1) / sum(nvlink8.compressed_seconds(sum_, 8, 1))],
             "separate kernels, as theirs; 8 ranks share the link as 4 do")  # fmt: skip
     for mib, us in ((64, 316), (128, 561)):
-        sum_ = messages.Message("", "forward", "psum", "tp", 8, mib << 19, 2, 1)
+        sum_ = messages.SiteMessage("", "forward", "psum", "tp", 8, mib << 19, 2, 1)
         row("NCCL, 8 x H100, NVLS", f"exact all-reduce of {mib} MiB, us", (us,),
             [1e6 * nvlink8.exact_seconds(sum_, 8, 1)],
             "sums in the switch (NVLS), at 475 to 480 GB/s; measured machines join GPUs by links, NCCL's ring there "

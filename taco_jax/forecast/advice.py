@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from taco_jax.forecast.constants import ERRORS, load
 from taco_jax.forecast.cost import Machine, wire_bytes
 from taco_jax.forecast.links import MOST_GB_S
-from taco_jax.forecast.messages import EXACT, Message
+from taco_jax.forecast.messages import EXACT, SiteMessage
 from taco_jax.forecast.predict import Forecast
 from taco_jax.forecast.record import Loss
 
@@ -53,7 +53,7 @@ def choose(choices: Sequence[Choice], limit: float) -> Choice | None:
     return min((c for c in fit if c.speedup * ALIKE >= fastest), key=lambda c: c.loss.change)
 
 
-def least_bytes(machine: Machine, message: Message, codec, *, nvlink: bool = True) -> int | None:
+def least_bytes(machine: Machine, message: SiteMessage, codec, *, nvlink: bool = True) -> int | None:
     """Bytes of a tensor, a power of two from 4 KiB to 4 GiB, from which its sum is faster in the codec; None: of
     none."""
     width = message.per_token or 128
@@ -67,8 +67,8 @@ def least_bytes(machine: Machine, message: Message, codec, *, nvlink: bool = Tru
     return found
 
 
-def pays(machine: Machine, message: Message, *, nvlink: bool = True) -> bool:
-    """Whether one message alone is faster in its codec than exactly."""
+def pays(machine: Machine, message: SiteMessage, *, nvlink: bool = True) -> bool:
+    """Returns whether one message alone is faster in its codec than exactly."""
     sizes = {"dp": 1, "pp": 1, "tp": message.ranks}
     local, hosts = machine.spread("tp", sizes)
     exact = machine.exact_seconds(dataclasses.replace(message, codec=EXACT), local, hosts)

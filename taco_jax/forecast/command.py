@@ -86,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         return _scale(options, config, gpu, link, between)
     devices = config.mesh.size if options.ttft is None else config.mesh.tp
     kernels = "jnp" if config.compression.backend == "jnp" else ""
-    machine = Machine(gpu, link, devices, options.hosts, between, options.rails, kernels, measured)
+    more = {"rails": options.rails, "kernels": kernels, "measured": measured}
+    machine = Machine(gpu, link, devices, hosts=options.hosts, between=between, **more)
     forecast = _first_token(options, config) if options.ttft else lambda at, codecs: predict.step(config, at, codecs)
     use = "training" if options.ttft is None else "first_token"
     result = run(forecast, machine, config, use, options)
@@ -115,11 +116,11 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
         axis = "tp" if config.mesh.tp > 1 else "dp"
         codec = codec_pair(of.codecs)[0]
         ranks = config.mesh.tp if axis == "tp" else config.mesh.dp
-        sample = messages.Message("", "forward", "psum", "tp", ranks, 1, 2, 1, messages.as_codec(codec),
-                                  per_token=config.model.d_model)  # fmt: skip
+        sums = {"axis": "tp", "ranks": ranks, "elements": 1, "size": 2, "calls": 1, "per_token": config.model.d_model}
+        sample = messages.SiteMessage("", "forward", "psum", codec=messages.as_codec(codec), **sums)
         least = advice.least_bytes(machine, sample, messages.as_codec(codec), nvlink=config.compression.link != "nccl")
         most = advice.most_gb_s(forecast, machine, of.codecs)
-    text = advice.describe(best, least, most, choices, limit, use)
+    text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
     return exact, ceiling, choices, Advice(best, least, most, text, advice.sure(machine, use, config.mesh.tp))
 
 
@@ -201,7 +202,7 @@ def _codecs(text: str, config: TrainConfig, use: str, *, given: bool) -> list[st
 
 
 def _fed(machine: Machine, codecs: str, config: TrainConfig) -> bool:
-    """Whether inference takes errors along by itself (`first_token`)."""
+    """Returns whether inference takes errors along by itself (`first_token`)."""
     one = machine.one_kernel(machine.link, config.mesh.tp, True) and machine.hosts == 1
     codec = messages.as_codec(codecs.partition(":")[0])
     return codec.element not in predict.EIGHT_BITS and not one

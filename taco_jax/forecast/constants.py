@@ -1,4 +1,4 @@
-"""What was fitted on sums and kernels alone: `constants.json`, which experiments/fit_forecast.py writes from
+"""Constants fitted on sums and kernels alone: `constants.json`, which experiments/fit_forecast.py writes from
 experiments/results. No step and no time to a first token went into it.
 
 Times are microseconds, rates 1e9 bytes a second. docs/forecast.md has the equations that they are constants of.

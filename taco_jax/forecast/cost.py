@@ -21,7 +21,7 @@ from taco_jax.errors import ConfigError
 from taco_jax.forecast.constants import load
 from taco_jax.forecast.hardware import Gpu
 from taco_jax.forecast.links import Link, Rate, steps
-from taco_jax.forecast.messages import Message
+from taco_jax.forecast.messages import SiteMessage
 from taco_jax.forecast.work import Work
 
 NVLINK_RANKS = (2, 4, 8)
@@ -29,7 +29,7 @@ NVLINK_RANKS = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What it all runs on.
+    """The devices that it all runs on.
 
     devices: in all. hosts: equally many devices each. between: what one network card of a host carries; rails: cards
     of a host, a GPU sends by one of them. kernels: mosaic, triton or jnp. measured: what `--measure` found, else None.
@@ -113,7 +113,7 @@ class Machine:
         share = statistics.mean(cards[card][name][kind][operation] / (shares[card] * sheets[card]) for card in cards)
         return share * self.bandwidth
 
-    def codec_seconds(self, message: Message, codec: Codec, ranks: int) -> float:
+    def codec_seconds(self, message: SiteMessage, codec: Codec, ranks: int) -> float:
         """Seconds of the codec's kernels of one message among `ranks`."""
         n = message.elements
         values, wire = message.nbytes, wire_bytes(codec, message)
@@ -168,7 +168,7 @@ class Machine:
         """Seconds between hosts of `sent` bytes from each GPU of a host, all at once."""
         return 1e-6 * hops * _hop(self.between).us + sent / self.rail(self.per_host)
 
-    def exact_seconds(self, message: Message, local: int, hosts: int) -> float:
+    def exact_seconds(self, message: SiteMessage, local: int, hosts: int) -> float:
         """Seconds of one exact message among local x hosts ranks."""
         ranks, b = local * hosts, message.nbytes
         if message.op == "ppermute":
@@ -183,7 +183,7 @@ class Machine:
             whole = max(inside, outside)
         return whole if message.op == "psum" else whole / 2
 
-    def compressed_seconds(self, message: Message, local: int, hosts: int) -> tuple[float, float]:
+    def compressed_seconds(self, message: SiteMessage, local: int, hosts: int) -> tuple[float, float]:
         """(codec, wire) seconds of one compressed message that is no single kernel."""
         ranks, codec = local * hosts, message.codec
         wire = wire_bytes(codec, message)
@@ -216,7 +216,7 @@ def _hop(link: Link) -> Rate:
     return link.hop[min(link.hop)]
 
 
-def wire_bytes(codec: Codec, message: Message) -> int:
+def wire_bytes(codec: Codec, message: SiteMessage) -> int:
     """Bytes of a message's values in a codec."""
     if codec.per_token:
         codec = codec.of((message.elements // (message.per_token or 128), message.per_token or 128))

@@ -42,7 +42,7 @@ class Gpu:
 
     @property
     def kernels(self) -> str:
-        """What encodes and decodes there: mosaic, triton or jnp, as `pallas_kernels.dispatch` chooses."""
+        """The backend that encodes and decodes there: mosaic, triton or jnp, as `pallas_kernels.dispatch` chooses."""
         capability = self.capability
         if capability is None or capability < (8, 0):
             return "jnp"
@@ -98,9 +98,9 @@ def find(name: str) -> Gpu | None:
             return None
         plain = max(fits, key=len)
     known = by_name[plain]
-    fp8, f32, memory_gb_s, memory_gb, sms, nvlink = _SHEETS[known]
-    peak = bf16_peak(PREFIX + known)
-    return Gpu(known, peak, fp8 * 1e12, f32 * 1e12, memory_gb_s, memory_gb, sms, nvlink)
+    fp8, f32, *rest = _SHEETS[known]
+    sizes = dict(zip(("memory_gb_s", "memory_gb", "sms", "nvlink_gb_s"), rest, strict=True))
+    return Gpu(known, bf16_peak(PREFIX + known), flops_fp8=fp8 * 1e12, flops_f32=f32 * 1e12, **sizes)
 
 
 def gpu(name: str, tflops: float | None = None, memory_gb_s: float | None = None) -> Gpu:
@@ -128,7 +128,10 @@ def gpu(name: str, tflops: float | None = None, memory_gb_s: float | None = None
         assumed = () if memory_gb_s else ("the GPU's memory bandwidth: that of a usual card of its FLOP/s",)
         assumed += ("the GPU's multiprocessors: those of a usual card of its FLOP/s",)
         bandwidth = memory_gb_s or flops / per_byte
-        return Gpu(name, flops, 0.0, flops / 8, bandwidth, 0.0, max(1, round(flops / per_sm)), 0.0, assumed)
+        return Gpu(
+            name, flops, flops_fp8=0.0, flops_f32=flops / 8, memory_gb_s=bandwidth, memory_gb=0.0,
+            sms=max(1, round(flops / per_sm)), nvlink_gb_s=0.0, assumed=assumed,
+        )  # fmt: skip
     changes = {} if tflops is None else {"flops": tflops * 1e12}
     changes |= {} if memory_gb_s is None else {"memory_gb_s": memory_gb_s}
     return dataclasses.replace(found, **changes)

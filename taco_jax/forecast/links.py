@@ -168,7 +168,8 @@ def _fitted(kind: str, gpu: Gpu, key: str) -> Link:
     kernels = {}
     if kind == "nvlink" and gpu.capability is not None and gpu.capability[0] == 9:
         kernels = {int(n): Kernel(r["us"], r["gb_s"] * factor, r["ns"]) for n, r in c["kernel"].items()}
-    return Link(kind, kind, rates(c["exact"]), rates(c["hop"]), kernels, c["source"], assumed)
+    of = {"exact": rates(c["exact"]), "hop": rates(c["hop"]), "kernel": kernels}
+    return Link(kind, kind, source=c["source"], assumed=assumed, **of)
 
 
 def _pcie(generation: int, lanes: int) -> Link:

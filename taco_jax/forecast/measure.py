@@ -32,7 +32,7 @@ def default_path() -> Path:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What was measured; None where there is no file.
+    """Returns what was measured; None where there is no file.
 
     Raises:
       ConfigError: the file is none of `--measure`.

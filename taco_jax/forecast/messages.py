@@ -20,7 +20,7 @@ EXACT = as_codec("none")
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class SiteMessage:
     """A message of a site, `calls` times a step.
 
     op: psum, psum_scatter, all_gather or ppermute. axis: tp, pp or dp; ranks: of it. elements: of the whole tensor,
@@ -48,7 +48,7 @@ class Message:
         return self.elements * self.size
 
 
-def training(config: TrainConfig) -> list[Message]:
+def training(config: TrainConfig) -> list[SiteMessage]:
     """The messages of one step of a configuration that `check` has returned."""
     model, mesh, c = config.model, config.mesh, config.compression
     schedule = pipeline_schedule(config)
@@ -66,26 +66,18 @@ def training(config: TrainConfig) -> list[Message]:
         layers //= schedule.chunks
         again = 2 if schedule.kind == "1f1b" else 1
     calls = layers * config.chains * ticks * config.accumulation
-    out: list[Message] = []
+    out: list[SiteMessage] = []
 
     def site(name: str, entering: bool, elements: int, calls: int, again: int = 1) -> None:
         """A pair of messages: of a column-parallel layer's input (entering) or a row-parallel one's output."""
         forward, backward = _codecs(config, name)
         add = lambda direction, op, codec, calls: out.append(
-            Message(
-                name,
-                direction,
-                op,
-                "tp",
-                mesh.tp,
-                elements,
-                size,
-                calls,
-                codec,
+            SiteMessage(
+                name, direction, op, axis="tp", ranks=mesh.tp, elements=elements, size=size, calls=calls, codec=codec,
                 between=_between(c.between_hosts),
                 feedback=c.error_feedback and direction == "forward" and not codec.exact,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
         if sp:
             ops = ("all_gather", "psum_scatter") if entering else ("psum_scatter", "all_gather")
             add("forward", ops[0], forward, calls * again)
@@ -105,45 +97,55 @@ def training(config: TrainConfig) -> list[Message]:
         tokens = ends[0] // model.d_model
         chunks = math.ceil(tokens / (config.loss_chunk or CHUNK))
         stats = 3 * mesh.tp * math.ceil(tokens / chunks)
-        out.append(Message("head/softmax", "forward", "all_gather", "tp", mesh.tp, stats, 4, chunks * ends[1],
-                           kind="other"))  # fmt: skip
+        softmax = {"elements": stats, "size": 4, "calls": chunks * ends[1], "kind": "other"}
+        out.append(SiteMessage("head/softmax", "forward", "all_gather", axis="tp", ranks=mesh.tp, **softmax))
     if schedule is not None:
         stage = whole // microbatches // (mesh.tp if sp else 1)
         sends = (schedule.ticks if schedule.kind == "1f1b" else schedule.forward_ticks) * config.accumulation
         for direction, name in (("forward", config.pipeline.forward), ("backward", config.pipeline.backward)):
-            out.append(Message("pp/act", direction, "ppermute", "pp", mesh.pp, stage, size, sends, as_codec(name),
-                               per_token=model.d_model))  # fmt: skip
+            sent = {"elements": stage, "size": size, "calls": sends, "codec": as_codec(name)}
+            out.append(
+                SiteMessage("pp/act", direction, "ppermute", axis="pp", ranks=mesh.pp, per_token=model.d_model, **sent)
+            )
         ends = Shard(model, mesh.tp).end_weights + model.d_model
-        out.append(Message("pp/grads", "backward", "psum", "pp", mesh.pp, ends, 4, 1, kind="other"))
+        shared = {"elements": ends, "size": 4, "calls": 1, "kind": "other"}
+        out.append(SiteMessage("pp/grads", "backward", "psum", axis="pp", ranks=mesh.pp, **shared))
     return out + (_data_parallel(config) if mesh.dp > 1 else [])
 
 
-def _data_parallel(config: TrainConfig) -> list[Message]:
+def _data_parallel(config: TrainConfig) -> list[SiteMessage]:
     mesh, c = config.mesh, config.data_parallel
     n = Shard(config.model, mesh.tp).parameters(config.model.n_layers // mesh.pp)
     sdp4 = c.gradients == "sdp4"
     gradients = as_codec("int8h" if sdp4 else c.gradients)
     between = as_codec("int4h") if sdp4 else None
     buckets = max(1, math.ceil(4 * n / (c.bucket_mb * 1e6)))
-    reduce = Message("dp/grads", "backward", "psum_scatter" if c.zero1 else "psum", "dp", mesh.dp, n, 4, 1, gradients,
-                     "gradient", between, buckets=buckets)  # fmt: skip
+    common = {"axis": "dp", "ranks": mesh.dp, "elements": n, "calls": 1, "buckets": buckets}
+    op = "psum_scatter" if c.zero1 else "psum"
+    reduce = SiteMessage(
+        "dp/grads", "backward", op, size=4, codec=gradients, kind="gradient", between=between, **common
+    )
     if not c.zero1:
         return [reduce]
     bf16 = c.parameters == "bfloat16"
     codec = EXACT if bf16 else as_codec(c.parameters)
-    return [reduce, Message("dp/params", "forward", "all_gather", "dp", mesh.dp, n, 2 if bf16 else 4, 1, codec,
-                            "parameter", buckets=buckets)]  # fmt: skip
+    size = 2 if bf16 else 4
+    gather = SiteMessage("dp/params", "forward", "all_gather", size=size, codec=codec, kind="parameter", **common)
+    return [reduce, gather]
 
 
 def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int = 2,
-           feedback: bool = False) -> list[Message]:  # fmt: skip
+           feedback: bool = False) -> list[SiteMessage]:  # fmt: skip
     """The messages before the first token of `batch` prompts: the embedding's sum and the logits go exactly."""
     if tp == 1:
         return []
     n = batch * length * model.d_model
-    exact = lambda site, op, elements, size: Message(site, "forward", op, "tp", tp, elements, size, 1)
-    row = lambda site: Message(site, "forward", "psum", "tp", tp, n, size, model.n_layers, codec,
-                               feedback=feedback and not codec.exact)  # fmt: skip
+    of = {"axis": "tp", "ranks": tp}
+    exact = lambda site, op, elements, size: SiteMessage(
+        site, "forward", op, elements=elements, size=size, calls=1, **of
+    )
+    sums = {"elements": n, "size": size, "calls": model.n_layers, "codec": codec}
+    row = lambda site: SiteMessage(site, "forward", "psum", feedback=feedback and not codec.exact, **sums, **of)
     last = [exact("error", "psum", batch * model.d_model, size)] if feedback and not codec.exact else []
     logits = exact("head/logits", "all_gather", batch * Shard(model, tp).v * tp, 4)
     return [exact("embed", "psum", n, size), row(OUT), row(DOWN), *last, logits]

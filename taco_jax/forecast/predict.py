@@ -17,7 +17,7 @@ from taco_jax.config.checks import check
 from taco_jax.errors import ConfigError
 from taco_jax.forecast import messages, work
 from taco_jax.forecast.cost import Machine, wire_bytes
-from taco_jax.forecast.messages import Message
+from taco_jax.forecast.messages import SiteMessage
 from taco_jax.forecast.work import Shard, Work
 from taco_jax.inference.settings import EIGHT_BITS
 from taco_jax.models.config import ModelConfig, validate
@@ -97,12 +97,12 @@ class Timer:
             if item.kind == "product" and item.stage == "dw":
                 self.beside[item.site] = self.beside.get(item.site, 0.0) + seconds
 
-    def messages(self, items: Sequence[Message]) -> None:
+    def messages(self, items: Sequence[SiteMessage]) -> None:
         """Adds messages; work must have been added before, for what goes on beside it."""
         for message in items:
             self._message(message)
 
-    def _message(self, message: Message) -> None:
+    def _message(self, message: SiteMessage) -> None:
         local, hosts = self.machine.spread(message.axis, self.sizes)
         link, ranks, part = self.machine.link, message.ranks, self.part(message.site)
         if not message.codec.exact and message.axis == "tp":
@@ -135,12 +135,17 @@ class Timer:
         part.codec += message.calls * codec_s
         self._send(part, message, wire_s)
 
-    def _send(self, part: Part, message: Message, seconds: float) -> None:
+    def _send(self, part: Part, message: SiteMessage, seconds: float) -> None:
         total = message.calls * seconds
         entering = message.direction == "backward" and message.site in (work.QKV, work.UP)
         hidden = min(total, self.beside.get(message.site, 0.0)) if entering else 0.0
         part.hidden += hidden
         part.messages += total - hidden
+
+    def forecast(self, codecs: str, bubble: float = 0.0) -> Forecast:
+        """Returns what was added up."""
+        exactly = tuple(dict.fromkeys(self.exactly))
+        return Forecast(codecs, self.parts, bubble, sent=self.sent, bf16=self.bf16, exactly=exactly)
 
     def chained(self) -> None:
         """Layers in chains: the shorter of work and messages is seen for one chain alone."""
@@ -205,7 +210,7 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     bubble = _bubble(timer, schedule)
     zero1 = mesh.dp if config.data_parallel.zero1 else 1
     timer.work(work.optimizer(parameters, zero1) + work.accumulate(parameters, config.accumulation))
-    return Forecast(name, timer.parts, bubble, timer.sent, timer.bf16, tuple(dict.fromkeys(timer.exactly)))
+    return timer.forecast(name, bubble)
 
 
 def _bubble(timer: Timer, schedule) -> float:
@@ -249,14 +254,14 @@ def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, l
     layer.append(Work(work.QKV, "forward", "memory", bytes=2 * 2 * 2 * batch * length * shard.kv))
     timer.work(layer, model.n_layers)
     timer.work(work.embed(shard, batch * length, gradients=False))
-    timer.work([Work("head", "forward", "product", 1, batch, shard.v, shard.d)])
+    timer.work([Work("head", "forward", "product", m=batch, n=shard.v, k=shard.d)])
     if not free:
         timer.messages(messages.prompt(model, tp, batch, length, codec, feedback=feedback))
-    return Forecast(codecs, timer.parts, 0.0, timer.sent, timer.bf16, tuple(dict.fromkeys(timer.exactly)))
+    return timer.forecast(codecs)
 
 
 def fused_attention(machine: Machine, model: ModelConfig, implementation: str | None, float32: bool) -> bool:
-    """Whether attention is cuDNN's, as `taco_jax.models.blocks.implementation` chooses."""
+    """Returns whether attention is cuDNN's, as `taco_jax.models.blocks.implementation` chooses."""
     capability = machine.gpu.capability
     fits = not float32 and model.head_dim % 8 == 0 and model.head_dim <= 128
     return implementation != "xla" and fits and (capability is None or capability >= (8, 0))

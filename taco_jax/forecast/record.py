@@ -1,4 +1,4 @@
-"""What codecs cost in loss by the record (`record.json`, which experiments/fit_forecast.py writes from the results)."""
+"""Losses of codecs by the record (`record.json`, which experiments/fit_forecast.py writes from the results)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Loss:
 
     @property
     def sure(self) -> bool:
-        """Whether more than one pair of runs says it."""
+        """Returns whether more than one pair of runs says it."""
         return self.error is not None
 
     def __str__(self) -> str:

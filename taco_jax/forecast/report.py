@@ -1,4 +1,4 @@
-"""What the command prints and writes: the table of ways, the split by site, the recommendation; the same as JSON."""
+"""The text that the command prints: the table of ways, the split by site, the recommendation; the same as JSON."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def where(points: Sequence[Point], way: str) -> str:
     most = max(p.gpus for p in points)
     least = min(p.gpus for p in points)
     if first is None:
-        return "pays nowhere here (less than 2 %)"
+        return "nowhere 2 % faster"
     if (first, last) == (least, most):
         return EVERYWHERE
     if last == most:

@@ -80,7 +80,7 @@ def study(config: TrainConfig, gpu: Gpu, link: Link, between: Link, *, gpus: lis
     per_gpu = config.global_batch / config.mesh.size
     out = []
     for n in gpus:
-        machine = _machine(gpu, link, between, n, per_host, rails)
+        machine = _machine(gpu, link, between, n, per_host=per_host, rails=rails)
         best: dict[str, Point] = {}
         for layout in layouts(config, gpu, n, per_gpu, per_host):
             for way in ways:
@@ -93,7 +93,7 @@ def study(config: TrainConfig, gpu: Gpu, link: Link, between: Link, *, gpus: lis
 
 def _machine(gpu: Gpu, link: Link, between: Link, n: int, per_host: int, rails: int) -> Machine:
     hosts = max(1, n // per_host)
-    return Machine(gpu, link, n, hosts, between if hosts > 1 else None, rails)
+    return Machine(gpu, link, n, hosts=hosts, between=between if hosts > 1 else None, rails=rails)
 
 
 def _in_way(config: TrainConfig, way: str) -> TrainConfig:
@@ -111,8 +111,10 @@ def _point(config: TrainConfig, machine: Machine, way: str, n: int) -> Point:
     found = predict.step(config, machine)
     seconds, mesh = found.seconds, config.mesh
     share = lambda part: part / seconds
-    return Point(n, way, mesh.dp, mesh.pp, mesh.tp, seconds, predict.tokens_of(config), share(found.bubble),
-                 share(found.total("messages")), share(found.total("codec")))  # fmt: skip
+    return Point(
+        n, way, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, seconds=seconds, tokens=predict.tokens_of(config),
+        bubble=share(found.bubble), messages=share(found.total("messages")), codec=share(found.total("codec")),
+    )  # fmt: skip
 
 
 def layouts(config: TrainConfig, gpu: Gpu, n: int, per_gpu: float, per_host: int) -> Iterator[TrainConfig]:

@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def held_kv(self) -> int:
-        """Of its weights: all heads where they are replicated."""
+        """That of its weights: all heads where they are replicated."""
         shared = self.model.n_kv_heads % self.tp
         return (self.model.n_kv_heads if shared else self.model.n_kv_heads // self.tp) * self.model.head_dim
 
@@ -94,7 +94,7 @@ class Shard:
         return self.table * (1 if self.model.tied_head else 2) + positions
 
     def parameters(self, layers: int) -> int:
-        """Of one rank that has so many layers, and both ends of the model."""
+        """Returns those of one rank that has so many layers, and both ends of the model."""
         return layers * (self.layer_weights + 2 * self.d) + self.end_weights
 
 
@@ -110,7 +110,7 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
     """
     t = sequences * length
     rows = t / sp
-    product = lambda site, n, k: Work(site, stage, "product", 1, t, n, k)
+    product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
     memory = lambda site, values: Work(site, stage, "memory", bytes=size * values)
     # XLA ends a kernel with a reduction, and what follows reads again. Residual sum and mean square: reads x and what
     # comes, writes x (a recomputation reads x); then the norm: reads x, writes its own.
@@ -148,8 +148,8 @@ def layer_backward(s: Shard, sequences: int, length: int, *, fused_attention: bo
     """One layer's gradients; what is recomputed is not here."""
     t = sequences * length
     rows = t / sp
-    dx = lambda site, n, k: Work(site, "dx", "product", 1, t, n, k)
-    dw = lambda site, m, n: Work(site, "dw", "product", 1, m, n, t)
+    dx = lambda site, n, k: Work(site, "dx", "product", m=t, n=n, k=k)
+    dw = lambda site, m, n: Work(site, "dw", "product", m=m, n=n, k=t)
     memory = lambda site, values, stage="dx": Work(site, stage, "memory", bytes=size * values)
     # A norm's gradient: a reduction reads x and the gradient, another kernel these and the stream's, and writes one;
     # that of its scale reads two once more.
@@ -182,7 +182,7 @@ def head_loss(s: Shard, tokens: int, chunk: int | None = None, size: int = 2) ->
     chunks = math.ceil(tokens / (chunk or CHUNK))
     c = math.ceil(tokens / chunks)
     logits = float(c) * s.v
-    product = lambda stage, m, n, k: Work("head", stage, "product", chunks, m, n, k)
+    product = lambda stage, m, n, k: Work("head", stage, "product", chunks, m=m, n=n, k=k)
     return [
         product("forward", c, s.v, s.d), product("dx", c, s.d, s.v), product("dw", s.d, s.v, c),
         # Two reductions read the float32 logits, one pass more reads them and writes their gradients.

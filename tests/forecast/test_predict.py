@@ -137,7 +137,7 @@ def test_levels_send_less_between_hosts():
     on = Machine(h100, links.parse("nvlink", h100), 8, 2, between, 1)
     assert on.spread("tp", {"dp": 1, "pp": 1, "tp": 8}) == (4, 2)
     n = 1 << 26
-    message = messages.Message("", "forward", "psum", "tp", 8, n, 2, 1)
+    message = messages.SiteMessage("", "forward", "psum", "tp", 8, n, 2, 1)
     # Four GPUs share one card.
     assert on.exact_seconds(message, 4, 2) == pytest.approx(2 * 10e-6 + 2 * n / 4 / (12.5e9 / 4), rel=0.01)
     coded = dataclasses.replace(message, codec=messages.as_codec("int8h"))
@@ -179,7 +179,7 @@ def test_the_speed_up_to_which_a_codec_pays_is_where_it_stops():
 
 def test_the_size_from_which_a_codec_pays_is_where_it_starts():
     on = machine("12GB/s,15us")
-    message = messages.Message("", "forward", "psum", "tp", 4, 1, 2, 1, messages.as_codec("int8h"))
+    message = messages.SiteMessage("", "forward", "psum", "tp", 4, 1, 2, 1, messages.as_codec("int8h"))
     least = advice.least_bytes(on, message, message.codec)
     at = lambda n: advice.pays(on, dataclasses.replace(message, elements=n // 2))
     assert at(least) and not at(least // 2)
