@@ -86,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         return _scale(options, config, gpu, link, between)
     devices = config.mesh.size if options.ttft is None else config.mesh.tp
     kernels = "jnp" if config.compression.backend == "jnp" else ""
-    more = {"rails": options.rails, "kernels": kernels, "measured": measured}
+    same = measured is not None and gpu.name in (measured["gpu"], getattr(hardware.find(measured["gpu"]), "name", ""))
+    more = {"rails": options.rails, "kernels": kernels, "measured": measured if same else None}
     machine = Machine(gpu, link, devices, hosts=options.hosts, between=between, **more)
     forecast = _first_token(options, config) if options.ttft else lambda at, codecs: predict.step(config, at, codecs)
     use = "training" if options.ttft is None else "first_token"
@@ -238,16 +239,19 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _draw(options, config: TrainConfig, machine: Machine, codecs: Sequence[str], forecast) -> None:
-    """The picture over speeds and tokens: of the prompt, or of the batch."""
+    """Draws over speeds and tokens: of the prompt; of shorter sequences and of larger batches."""
     if options.ttft is not None:
         shapes = [n for n in (1 << k for k in range(7, 18)) if n <= config.model.max_length]
         shapes = sorted({*shapes, options.ttft})
         at, tokens = shapes.index(options.ttft), [n * options.batch for n in shapes]
         by_shape = [_first_token(argparse.Namespace(ttft=n, batch=options.batch), config) for n in shapes]
     else:
-        factors = [1, 2, 4, 8, 16]
-        made = [dataclasses.replace(config, global_batch=config.global_batch * f) for f in factors]
-        at, tokens = 0, [predict.tokens_of(c) for c in made]
+        shorter = [config.data.sequence_length // k for k in (64, 16, 4)]
+        cut = [dataclasses.replace(config.data, sequence_length=n) for n in shorter if n >= max(16, config.mesh.tp)]
+        made = [dataclasses.replace(config, data=data) for data in cut]
+        at = len(made)
+        made += [dataclasses.replace(config, global_batch=config.global_batch * k) for k in (1, 4, 16)]
+        tokens = [predict.tokens_of(c) for c in made]
         by_shape = [lambda m, codecs, c=c: predict.step(c, m, codecs) for c in made]
     outside = machine.hosts > 1
 

@@ -158,6 +158,10 @@ def test_measuring_the_emulator_replaces_assumptions(tmp_path, capsys):
     assert cli.run(command.main, given) == 0
     text = capsys.readouterr().out
     assert "measured here: a product" in text and "link measured" in text and "assumed: cpu reaches" not in text
+    # Another GPU takes the link alone.
+    assert cli.run(command.main, [*given, "--gpu", "L4"]) == 0
+    text = capsys.readouterr().out
+    assert "measured here" not in text and "assumed: L4 reaches" in text and "link measured" in text
     file.write_text("{}")
     assert cli.run(command.main, given) == 2
     assert "is no measurement" in capsys.readouterr().err
