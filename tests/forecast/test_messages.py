@@ -49,7 +49,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+NIGHTLY = ("circular", "a plan, exact heads", "exact gradients")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in NIGHTLY)) for n in CASES])
 def test_messages_are_those_of_the_traced_step(name):
     given = CASES[name]
     table = step.build(given, make_mesh(given.mesh.dp, given.mesh.pp, given.mesh.tp)).table
