@@ -91,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     machine = Machine(gpu, link, devices, hosts=options.hosts, between=between, **more)
     forecast = _first_token(options, config) if options.ttft else lambda at, codecs: predict.step(config, at, codecs)
     use = "training" if options.ttft is None else "first_token"
+    if use == "training" and config.mesh.tp == 1:
+        forecast = _gradients_alone(config)
     result = run(forecast, machine, config, use, options)
     print(report.text(_title(options, config), machine, *result))
     if options.json:
@@ -105,24 +107,42 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     """(exact, the ceiling, each codec, the recommendation)."""
     exact, ceiling = forecast(machine, "none"), forecast(machine, "free")
     choices = []
-    for codecs in _codecs(options.codecs or CODECS[use], config, use, given=options.codecs is not None):
+    alone = use == "training" and config.mesh.tp == 1
+    listed = _codecs(options.codecs or CODECS[use], config, use, given=options.codecs is not None)
+    for codecs in [_own(config)] if alone else listed:
         found = forecast(machine, codecs)
-        loss = record.of(codecs, use, feedback=use == "first_token" and _fed(machine, codecs, config))
+        fed = use == "first_token" and _fed(machine, codecs, config)
+        # The record is of sums over tp.
+        loss = None if alone else record.of(codecs, use, feedback=fed)
         choices.append(Choice(codecs, found, exact.seconds / found.seconds, loss))
     limit = _limit(options.loss, use)
     best = advice.choose(choices, limit)
     of = best or max(choices, key=lambda c: c.speedup, default=None)
     least, most = None, 0.0
-    if of is not None and config.mesh.size > 1:
-        axis = "tp" if config.mesh.tp > 1 else "dp"
-        codec = codec_pair(of.codecs)[0]
-        ranks = config.mesh.tp if axis == "tp" else config.mesh.dp
+    if of is not None and machine.devices > 1:
+        most = advice.most_gb_s(forecast, machine, of.codecs)
+    if of is not None and config.mesh.tp > 1:
+        codec, ranks = codec_pair(of.codecs)[0], config.mesh.tp
         sums = {"axis": "tp", "ranks": ranks, "elements": 1, "size": 2, "calls": 1, "per_token": config.model.d_model}
         sample = messages.SiteMessage("", "forward", "psum", codec=messages.as_codec(codec), **sums)
         least = advice.least_bytes(machine, sample, messages.as_codec(codec), nvlink=config.compression.link != "nccl")
-        most = advice.most_gb_s(forecast, machine, of.codecs)
     text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
     return exact, ceiling, choices, Advice(best, least, most, text, advice.sure(machine, use, config.mesh.tp))
+
+
+def _own(config: TrainConfig) -> str:
+    """The name of what a run sends without tensor parallelism: gradients, weights and what stages send."""
+    return f"gradients {config.data_parallel.gradients}"
+
+
+def _gradients_alone(config: TrainConfig) -> Callable[[Machine, str], Forecast]:
+    """The forecasts of a run without tensor parallelism, where codecs of its sums change nothing."""
+
+    def forecast(at: Machine, codecs: str) -> Forecast:
+        own = codecs == _own(config)
+        return dataclasses.replace(predict.step(config, at, None if own else codecs), codecs=codecs)
+
+    return forecast
 
 
 def _check(options: argparse.Namespace) -> None:

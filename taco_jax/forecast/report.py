@@ -10,6 +10,7 @@ from taco_jax.forecast.advice import Advice, Choice
 from taco_jax.forecast.cost import Machine
 from taco_jax.forecast.predict import Forecast, Part
 from taco_jax.forecast.scale import Point, stops
+from taco_jax.models.decoder import LAYER_SITES
 
 EVERYWHERE = "pays on all of these numbers of GPUs"
 PARTS = ("products", "memory", "codec", "messages")
@@ -53,8 +54,8 @@ def ways(exact: Forecast, ceiling: Forecast, choices: Sequence[Choice]) -> str:
     for c in choices:
         loss = "no record" if c.loss is None else f"{c.loss}, {c.loss.source.partition(':')[0]}"
         rows.append(_way(c.codecs, c.forecast, exact, loss))
-        if c.forecast.exactly and c.forecast.ratio == 1:
-            rows[-1] += "; its messages are too small and go exactly"
+        if set(LAYER_SITES) & set(c.forecast.exactly):
+            rows[-1] += "; layers' messages are too small and go exactly"
     return "\n".join([*rows, _way("nothing sent", ceiling, exact, "the ceiling")])
 
 

@@ -171,3 +171,19 @@ def test_nothing_was_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.run(command.main, [*SEVEN, "--gpu", "L4", "--link", "measured"]) == 2
     assert "nothing has been measured on this machine" in capsys.readouterr().err
+
+
+def test_without_tensor_parallelism_gradients_alone_are_compared(capsys):
+    alone = ("--mesh.tp", "1", "--mesh.dp", "8")
+    assert cli.run(command.main, [*ON, *alone]) == 0
+    text = capsys.readouterr().out
+    assert "gradients int8h" in text and "taco" not in text
+    # No run has a record of them.
+    assert "recommendation: exact: gradients int8h would gain " in text
+
+
+def test_small_messages_are_named(capsys):
+    assert cli.run(command.main, [*ON, "--data.sequence-length", "64", "--global-batch", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("layers' messages are too small and go exactly") == 4
+    assert "recommendation: exact: no codec gains 2 % here" in text
