@@ -47,8 +47,8 @@ class Figures:
             raise TableError(f"{path}: cannot be read as results ({type(error).__name__}); name a folder of "
                              "experiments/results that has a summary.json") from None  # fmt: skip
 
-    def value(self, folder: str, key: str) -> float:
-        """The number at a dotted key. Raises TableError where there is none."""
+    def _at(self, folder: str, key: str):
+        """What stands at a dotted key. Raises TableError where nothing does."""
         value = self._summary(folder)
         for part in key.split("."):
             try:
@@ -56,6 +56,18 @@ class Figures:
             except (KeyError, IndexError, TypeError, ValueError):
                 known = ", ".join(map(str, value))[:200] if isinstance(value, dict) else f"a {type(value).__name__}"
                 raise TableError(f"{folder}: {key!r} has no {part!r}; there is {known}") from None
+        return value
+
+    def rows(self, folder: str, key: str) -> list[dict]:
+        """The list of objects at a dotted key. Raises TableError where there is none."""
+        value = self._at(folder, key)
+        if not (isinstance(value, list) and all(isinstance(row, dict) for row in value)):
+            raise TableError(f"{folder}: {key!r} is a {type(value).__name__}; rows are a list of objects")
+        return value
+
+    def value(self, folder: str, key: str) -> float:
+        """The number at a dotted key. Raises TableError where there is none."""
+        value = self._at(folder, key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TableError(f"{folder}: {key!r} is a {type(value).__name__}; a figure is a number")
         return value
@@ -172,6 +184,67 @@ def perplexity(figures: Figures) -> Iterable[Row]:
         yield name, figures.number(folder, f"{key}.ratio", 2), *changes
 
 
+def forecast_errors(figures: Figures) -> Iterable[Row]:
+    yield "rows", "number", "median error", "worst", "speed-ups: median error", "worst"
+    for group in ("steps of 7B", "first token", "small steps", "all but small"):
+        key = f"groups.{group}"
+        name = {
+            "steps of 7B": "steps of the 7B model",
+            "first token": "times to the first token, 7B, one GPU",
+            "small steps": "steps of models of 350M parameters and fewer",
+            "all but small": "the first two",
+        }
+        cells = [figures.percent("forecast", f"{key}.{value}") for value in ("median", "worst")]
+        speed = [f"{key}.speedup_median", f"{key}.speedup_worst"]
+        has = group in ("steps of 7B", "small steps")
+        more = [figures.percent("forecast", k) for k in speed] if has else ["", ""]
+        yield name[group], figures.number("forecast", f"{key}.rows"), *cells, *more
+
+
+def forecast_published(figures: Figures) -> Iterable[Row]:
+    yield "source", "what", "published", "forecast", "error"
+    number = lambda values: " to ".join(f"{v:.0f}" if v >= 100 else f"{v:.2f}" for v in values)
+    for row in figures.rows("forecast", "published"):
+        error = "no forecast" if row["error"] is None else f"{100 * row['error']:+.0f} %"
+        yield row["source"], row["what"], number(row["published"]), number(row["forecast"]), error
+
+
+def forecast_constants(figures: Figures) -> Iterable[Row]:
+    yield "constant", "value"
+    at = lambda key, decimals=0: figures.number("forecast", f"constants.{key}", decimals)
+    share = lambda key: figures.percent("forecast", f"constants.{key}")
+    yield "products: share of the peak, of a tile's sums", share("product.share_of_peak")
+    yield "products: K0, the start and end of a tile as steps of k", at("product.k0")
+    yield "attention: share of the peak, forward", share("attention.forward")
+    yield "attention: share of the peak, backward", share("attention.backward")
+    for card in ("H200", "H100 80GB HBM3"):
+        yield f"memory: share of the data sheet's, {card}", share(f"memory.share_of_sheet.{card}")
+    yield "error feedback: bytes for each element", at("feedback.bytes_per_element", 1)
+    for link, name in (("nvlink", "NVLink"), ("host", "host memory")):
+        for ranks in (2, 4):
+            key = f"links.{link}"
+            rate = lambda what, k=key, n=ranks: f"{at(f'{k}.{what}.{n}.us')} us, {at(f'{k}.{what}.{n}.gb_s')} GB/s"
+            yield f"{name}, {ranks} ranks: an exact sum", rate("exact")
+            yield f"{name}, {ranks} ranks: a hop of a compressed one", rate("hop")
+            if link == "nvlink":
+                yield f"{name}, {ranks} ranks: a sum in one kernel", rate("kernel")
+    yield "start of a hop's kernels", f"{at('links.start_us')} us"
+
+
+def forecast_scale(figures: Figures) -> Iterable[Row]:
+    ways = ("tp", "dp", "taco", "int6h", "int4h")
+    yield "shape", "between hosts", "GPUs", "exact: dp x pp x tp", "of it messages", *(f"`{way}`" for way in ways)
+    for shape in ("7B", "70B", "405B"):
+        for speed in ("400Gb/s", "100Gb/s", "25Gb/s"):
+            points = figures.rows("scale", f"{shape}.{speed}.8")
+            last = max(p["gpus"] for p in points)
+            of = {p["way"]: p for p in points if p["gpus"] == last}
+            exact = of["none"]
+            layout = f"{exact['dp']} x {exact['pp']} x {exact['tp']}"
+            gains = [f"{of[way]['tokens'] / exact['tokens']:.2f}x" for way in ways]
+            yield shape, speed, f"{last:,}", layout, f"{100 * exact['messages']:.0f} %", *gains
+
+
 TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "headline": headline,
     "step-7b": step_7b,
@@ -179,6 +252,10 @@ TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "sums-nvlink": sums_nvlink,
     "drop-in": drop_in,
     "perplexity": perplexity,
+    "forecast-errors": forecast_errors,
+    "forecast-published": forecast_published,
+    "forecast-constants": forecast_constants,
+    "forecast-scale": forecast_scale,
 }
 
 

@@ -203,6 +203,11 @@ def current_calls(direction: str = "backward") -> int:
     return _calls.get() * (_forward_again.get() if direction == "forward" else 1)
 
 
+def share_sent(op: str, ranks: int) -> float:
+    """Returns the share of a full tensor's bytes that one device sends in an operation over so many ranks."""
+    return _SENT[op](ranks)
+
+
 def add(
     site, direction, op, axis, ranks, elements, dtype, *, codec="none", kind="activation", calls=None, sent=None,
     hlo=(), levels=(), how=("", ""),
@@ -214,7 +219,7 @@ def add(
     calls = current_calls() if calls is None else calls
     if _mark.get() is not None:
         kind, direction = _mark.get()
-    share = _SENT[op](ranks)
+    share = share_sent(op, ranks)
     sent = share * elements * np.dtype(dtype).itemsize if sent is None else sent
     hlo = hlo or ((HLO_OPCODE[op], str(dtype), elements // ranks if op == "psum_scatter" else elements),)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)

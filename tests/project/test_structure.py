@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"evaluate", "export", "generate", "plot", "prepare", "run", "serve", "tune"}
+COMMANDS = {"advise", "evaluate", "export", "generate", "plot", "prepare", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
@@ -82,6 +82,7 @@ CONCEPT = "one concept with one seeded fault or test of its own, which several f
 # Files of less than 60 lines, and the reason why each is a file.
 SHORT = {
     "taco_jax": {
+        "advise.py": ENTRY,
         "codec/hadamard.py": CONCEPT,
         "codec/stochastic_rounding.py": CONCEPT,
         "collectives/gather_permute.py": CONCEPT,
@@ -90,6 +91,8 @@ SHORT = {
         "errors.py": "imported by everything, imports nothing",
         "evaluate.py": ENTRY,
         "export.py": ENTRY,
+        "forecast/constants.py": "imported by all of the forecast, imports nothing of it",
+        "forecast/record.py": CONCEPT,
         "generate.py": ENTRY,
         "inference/flags.py": "a table of flags, which three commands share",
         "linen.py": FACADE,

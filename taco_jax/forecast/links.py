@@ -1,0 +1,194 @@
+"""Links: what carries messages, as a latency and a rate for each kind of message and number of ranks.
+
+nvlink, host         measured on H200 (experiments/fit_forecast.py)
+pcie4x16, pcie5x8    PCIe of a generation and width, peer to peer
+12GB/s,15us          what one GPU sends in one direction, and how long an empty message takes
+100Gb/s              the same in bits
+measured             what `--measure` left on this machine
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from taco_jax.errors import ConfigError, did_you_mean
+from taco_jax.forecast.constants import load
+from taco_jax.forecast.hardware import Gpu
+
+EXAMPLES = "12GB/s,15us, 100Gb/s, nvlink, host, pcie4x16 or measured"
+# PCI Express Base Specification: GT/s of a lane, and the share of bits that are data (128b/130b).
+PCIE_GT_S = {3: 8, 4: 16, 5: 32, 6: 64}
+PCIE_ENCODING = 128 / 130
+# Of a packet of 256 bytes, 24 more are headers, framing and checksum (the same specification).
+PCIE_PAYLOAD = 256 / (256 + 24)
+# Twice the nominal rate is where the range of link speeds ends that is searched for a break-even.
+MOST_GB_S = 4000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """A message's time is us + bytes / gb_s, bytes being what one GPU sends."""
+
+    us: float
+    gb_s: float
+
+    def seconds(self, sent: float) -> float:
+        return self.us * 1e-6 + sent / (self.gb_s * 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A sum in one kernel over NVLink takes us + bytes / gb_s + ns for each element."""
+
+    us: float
+    gb_s: float
+    ns: float
+
+    def seconds(self, sent: float, elements: float) -> float:
+        return self.us * 1e-6 + sent / (self.gb_s * 1e9) + 1e-9 * self.ns * elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A link. exact, hop: ranks -> Rate of an exact all-reduce, and of one hop of a compressed message.
+
+    kernel: ranks -> Kernel, where sums can be one kernel. kind: nvlink, host, pcie, given or measured. source: where
+    the figures are from. assumed: what of them was not measured.
+    """
+
+    name: str
+    kind: str
+    exact: dict[int, Rate]
+    hop: dict[int, Rate]
+    kernel: dict[int, Kernel] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    assumed: tuple[str, ...] = ()
+
+    def all_reduce(self, ranks: int, nbytes: float) -> float:
+        """Seconds of an exact all-reduce of `nbytes` by NCCL's ring, or its tree where that has fewer steps."""
+        at, rate = _nearest(self.exact, ranks)
+        return Rate(rate.us * steps(ranks) / steps(at), rate.gb_s).seconds(2 * (ranks - 1) / ranks * nbytes)
+
+    def half_reduce(self, ranks: int, nbytes: float) -> float:
+        """Seconds of an exact reduce-scatter or all-gather, half of an all-reduce."""
+        return self.all_reduce(ranks, nbytes) / 2
+
+    def send(self, ranks: int, sent: float) -> float:
+        """Seconds of one hop among `ranks` in which each sends so many bytes."""
+        at, rate = _nearest(self.hop, ranks)
+        start = min(rate.us, load()["links"]["start_us"])
+        return Rate(start + (rate.us - start) * hop_steps(ranks) / hop_steps(at), rate.gb_s).seconds(sent)
+
+    def gb_s(self, ranks: int) -> float:
+        """The rate of its hops."""
+        return _nearest(self.hop, ranks)[1].gb_s
+
+    def at(self, gb_s: float) -> Link:
+        """The link as if it carried so much: latencies stay, all rates change alike, NVLink kernels are off."""
+        factor = gb_s / self.gb_s(2)
+        scaled = lambda rates: {n: Rate(r.us, r.gb_s * factor) for n, r in rates.items()}
+        rates = {"exact": scaled(self.exact), "hop": scaled(self.hop)}
+        return dataclasses.replace(self, name=f"{gb_s:g}GB/s", kind="given", kernel={}, **rates)
+
+    def without_kernels(self) -> Link:
+        return dataclasses.replace(self, kernel={})
+
+
+def _nearest(by_ranks: dict[int, Any], ranks: int) -> tuple[int, Any]:
+    at = min(by_ranks, key=lambda n: (abs(math.log(n / max(ranks, 1))), n))
+    return at, by_ranks[at]
+
+
+def steps(ranks: int) -> int:
+    """Messages that follow each other in an exact all-reduce: in a ring, or in a tree where that has fewer."""
+    return 2 * min(ranks - 1, max(1, math.ceil(math.log2(ranks))))
+
+
+def hop_steps(ranks: int) -> float:
+    """The same of a hop of a compressed sum, the mean of both: all exchange at once, then each result goes round."""
+    return (1 + steps(ranks) / 2) / 2
+
+
+def parse(text: str, gpu: Gpu, measured: dict | None = None, key: str = "--link") -> Link:
+    """The link that a text names.
+
+    Raises:
+      ConfigError: no such link, a speed or latency that cannot be, NVLink on a GPU that has none.
+    """
+    if text in ("nvlink", "host"):
+        return _fitted(text, gpu, key)
+    if text == "measured":
+        return _measured(measured, key)
+    if match := re.fullmatch(r"pcie([3-6])x(1|2|4|8|16)", text):
+        return _pcie(int(match[1]), int(match[2]))
+    number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+    match = re.fullmatch(rf"{number}\s*(GB|Gb|MB|Mb)/?s?(?:,\s*{number}\s*(us|ms))?", text)
+    if match is None:
+        hint = did_you_mean(text, ("nvlink", "host", "measured", "pcie3x16", "pcie4x16", "pcie5x16"), otherwise="")
+        raise ConfigError(f"{key} {text!r}: is no link; {hint}{' ' * bool(hint)}give a speed, or a name: {EXAMPLES}")
+    speed = float(match[1]) * {"GB": 1, "Gb": 1 / 8, "MB": 1e-3, "Mb": 1e-3 / 8}[match[2]]
+    us = None if match[3] is None else float(match[3]) * {"us": 1, "ms": 1e3}[match[4]]
+    return given(text, speed, us, key)
+
+
+def given(name: str, gb_s: float, us: float | None = None, key: str = "--link") -> Link:
+    """A link of a speed, 1e9 bytes a second from one GPU in one direction, and a latency.
+
+    Raises:
+      ConfigError: they are out of range.
+    """
+    if not 1e-3 <= gb_s <= MOST_GB_S:
+        raise ConfigError(f"{key} {name!r}: a speed must be from 1MB/s to {MOST_GB_S:g}GB/s, such as 12GB/s or 100Gb/s")
+    if us is not None and not 0 <= us <= 1e5:
+        raise ConfigError(f"{key} {name!r}: a latency must be from 0us to 100ms, such as 15us")
+    assumed = () if us is not None else ("the link's latency: that of host memory on H200",)
+    c = load()["links"]
+    us = c["host"]["exact"]["2"]["us"] / 2 if us is None else us
+    # One message's latency: a ring of two has two steps.
+    hop = Rate(us + c["start_us"], gb_s)
+    return Link(name, "given", {2: Rate(2 * us, gb_s)}, {2: hop}, source="as given", assumed=assumed)
+
+
+def _fitted(kind: str, gpu: Gpu, key: str) -> Link:
+    c = load()["links"][kind]
+    factor, assumed = 1.0, ()
+    if kind == "nvlink":
+        if not gpu.nvlink_gb_s:
+            raise ConfigError(
+                f"{key} nvlink: {gpu.name} has no NVLink, as far as its data sheet is known here; use {key} pcie4x16, "
+                f"host, or a speed such as 12GB/s,15us"
+            )
+        factor = gpu.nvlink_gb_s / load()["nvlink_gb_s"]
+        if factor != 1:
+            assumed = (f"NVLink of {gpu.name}: as much of its nominal rate as H200 reached",)
+    rates = lambda of: {int(n): Rate(r["us"], r["gb_s"] * factor) for n, r in of.items()}
+    kernels = {}
+    if kind == "nvlink" and gpu.capability is not None and gpu.capability[0] == 9:
+        kernels = {int(n): Kernel(r["us"], r["gb_s"] * factor, r["ns"]) for n, r in c["kernel"].items()}
+    of = {"exact": rates(c["exact"]), "hop": rates(c["hop"]), "kernel": kernels}
+    return Link(kind, kind, source=c["source"], assumed=assumed, **of)
+
+
+def _pcie(generation: int, lanes: int) -> Link:
+    gb_s = PCIE_GT_S[generation] * PCIE_ENCODING * lanes / 8 * PCIE_PAYLOAD
+    host = load()["links"]["host"]
+    exact, hop = host["exact"]["2"]["us"], host["hop"]["2"]["us"]
+    name = f"pcie{generation}x{lanes}"
+    assumed = (f"{name}: what its packets carry at most, latencies of host memory; --measure says what it really is",)
+    return Link(name, "pcie", {2: Rate(exact, gb_s)}, {2: Rate(hop, gb_s)}, source="PCI Express 128b/130b, packets of "
+                "256 bytes", assumed=assumed)  # fmt: skip
+
+
+def _measured(measured: dict | None, key: str) -> Link:
+    if measured is None or not measured.get("link"):
+        raise ConfigError(
+            f"{key} measured: nothing has been measured on this machine; run python -m taco_jax.advise --measure there "
+            f"with two devices or more (--measured FILE names another file)"
+        )
+    link, n = measured["link"], int(measured["ranks"])
+    exact = Rate(link["exact"]["us"], link["exact"]["gb_s"])
+    hop = Rate(link["hop"]["us"], link["hop"]["gb_s"])
+    return Link("measured", "measured", {n: exact}, {n: hop}, source=f"measured on {measured['hardware']}")

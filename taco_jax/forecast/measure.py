@@ -1,0 +1,183 @@
+"""A short measurement on this machine's devices: one product, one copy, one sum at two sizes, one codec kernel.
+
+    python -m taco_jax.advise --measure [--devices cpu:4]
+
+Takes less than a minute, most of it compiling. The result replaces the forecast's assumptions (`--link measured`). With
+one device there is no link to measure. All devices of one process take part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from taco_jax.errors import ConfigError
+from taco_jax.forecast.constants import load
+
+CODEC = "int8h"
+REPEATS, CALLS, CHAIN = 5, 4, 4
+# (product's side, values copied and encoded, values of the two sums): a GPU's caches hold none of them.
+SIZES = {"gpu": (8192, 1 << 26, (1 << 19, 1 << 25)), "cpu": (512, 1 << 18, (1 << 14, 1 << 18))}
+KEYS = ("hardware", "gpu", "ranks", "product_flops", "product_share", "copy_gb_s", "codec_share", "link", "what")
+
+
+def default_path() -> Path:
+    """The file that `--link measured` reads."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "taco_jax" / "forecast.json"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Returns what was measured; None where there is no file.
+
+    Raises:
+      ConfigError: the file is none of `--measure`.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if not all(key in content for key in KEYS):
+            raise ValueError(f"lacks {', '.join(key for key in KEYS if key not in content)}")
+        if content["link"]:
+            for kind in ("exact", "hop"):
+                if not (content["link"][kind]["gb_s"] > 0 <= content["link"][kind]["us"]):
+                    raise ValueError(f"link.{kind} is no rate")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: is no measurement ({error}); make it anew with --measure, or delete it") from None
+    return content
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--measured {path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def run(devices: str | None = None) -> dict[str, Any]:
+    """Measures and returns what `read` reads. devices: as the trainer's flag.
+
+    Raises:
+      ConfigError: there are no such devices, or several processes drive them.
+    """
+    import jax
+
+    from taco_jax.config.device_selection import devices as chosen
+    from taco_jax.config.device_selection import select_devices
+    from taco_jax.forecast import hardware
+
+    select_devices(devices)
+    found = chosen(devices)
+    if jax.process_count() > 1:
+        raise ConfigError("--measure: needs one process that drives all its devices; start it without a launcher")
+    device = found[0]
+    side, values, sums = SIZES["cpu" if device.platform == "cpu" else "gpu"]
+    flops, share = _product(device, side, hardware.find(device.device_kind))
+    copy = _copy(device, values)
+    codec = _codec(device, values)
+    return {
+        "hardware": f"{len(found)} x {device.device_kind}, jax {jax.__version__}",
+        "gpu": device.device_kind, "ranks": len(found), "product_flops": flops, "product_share": share,
+        "copy_gb_s": copy, "codec_share": codec / copy,
+        "link": _link(found, sums) if len(found) > 1 else None,
+        "what": [f"a product of {side:,} x {side:,}", "a copy", f"{CODEC}'s encoding"]
+        + ([f"sums of {2 * sums[0]:,} and {2 * sums[1]:,} bytes"] if len(found) > 1 else []),
+    }  # fmt: skip
+
+
+def _seconds(function: Callable, *arguments) -> float:
+    """Median seconds of a call, calls queued one after the other."""
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(CALLS)])
+        times.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(times)
+
+
+def _product(device, side: int, gpu) -> tuple[float, float]:
+    """(FLOP/s of a product of bf16, the share of the GPU's peak without the start of tiles; 1 of no known GPU)."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.device_put(jnp.ones((side, side), jnp.bfloat16), device)
+    seconds = _seconds(jax.jit(lambda a, b: a @ b), x, x)
+    flops = 2 * side**3 / seconds
+    if gpu is None:
+        return flops, 1.0
+    from taco_jax.forecast.cost import Machine
+    from taco_jax.forecast.links import given
+
+    machine = Machine(gpu, given("1GB/s", 1.0, 0.0))
+    return flops, load()["product"]["share_of_peak"] * machine.product(side, side, side) / seconds
+
+
+def _copy(device, values: int) -> float:
+    """GB/s, read and written."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.device_put(jnp.ones(values, jnp.bfloat16), device)
+    return 2 * x.nbytes / _seconds(jax.jit(jnp.copy), x) / 1e9
+
+
+def _codec(device, values: int) -> float:
+    """GB/s, read and written, of the encoding of one message."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import Geometry
+    from taco_jax.codec import CODECS
+    from taco_jax.compression import dispatch
+
+    codec = CODECS[CODEC]
+    x = jax.device_put(jnp.ones(values, jnp.bfloat16), device)
+    geometry = Geometry(values, 1, values)
+    seconds = _seconds(jax.jit(lambda x: dispatch.encode(codec, geometry, x)[0]), x)
+    return (x.nbytes + codec.wire_bytes(values)) / seconds / 1e9
+
+
+def _link(devices: list, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
+    """Latency and rate of an exact sum and of one exchange of bytes, from two sizes each."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    ranks = len(devices)
+    mesh = jax.make_mesh((ranks,), ("tp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+
+    def program(one):
+        def body(x):
+            for _ in range(CHAIN):
+                x = one(x)
+            return x
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+
+    def put(values: int, dtype):
+        zeros = jnp.zeros((ranks, values), dtype)
+        return jax.device_put(zeros, NamedSharding(mesh, P("tp")))
+
+    total = program(lambda x: lax.pcast(lax.psum(x, "tp"), "tp", to="varying"))
+    swap = program(lambda x: lax.all_to_all(x.reshape(ranks, -1), "tp", 0, 0).reshape(x.shape))
+    ring, hop = 2 * (ranks - 1) / ranks, (ranks - 1) / ranks
+    exact = [(ring * 2 * n, _seconds(total, put(n, jnp.bfloat16)) / CHAIN) for n in sizes]
+    bytes_ = [(hop * n, _seconds(swap, put(n // ranks * ranks, jnp.uint8)) / CHAIN) for n in sizes]
+    return {"exact": _line(exact), "hop": _line(bytes_)}
+
+
+def _line(points: list[tuple[float, float]]) -> dict[str, float]:
+    (small, short), (large, long) = points
+    per_byte = max(long - short, 1e-3 * long) / (large - small)
+    return {"us": max(0.0, short - small * per_byte) * 1e6, "gb_s": 1e-9 / per_byte}

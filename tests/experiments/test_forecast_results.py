@@ -1,0 +1,74 @@
+"""The forecast's constants are those of the results, and its errors are those that are written down."""
+
+import importlib
+import json
+
+import pytest
+from helpers import REPOSITORY
+
+from taco_jax.config import cli
+from taco_jax.forecast.constants import ERRORS, load
+
+RESULTS = REPOSITORY / "experiments" / "results"
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    """f(name): a file of experiments/ as a module."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "experiments"))
+    return importlib.import_module
+
+
+def test_constants_are_those_of_the_results(experiment, capsys):
+    assert experiment("fit_forecast").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_changed_constant_is_noticed(experiment, tmp_path, monkeypatch, capsys):
+    fit = experiment("fit_forecast")
+    for name in ("constants.json", "record.json"):
+        (tmp_path / name).write_text((fit.PACKAGE / name).read_text())
+    content = json.loads((tmp_path / "record.json").read_text())
+    content["training"]["int6h"]["change"] = 0.0
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    monkeypatch.setattr(fit, "PACKAGE", tmp_path)
+    monkeypatch.setattr(fit, "ROOT", tmp_path)
+    assert fit.main(["--check"]) == 1
+    assert capsys.readouterr().out == "record.json is not what the results say: python experiments/fit_forecast.py\n"
+
+
+def test_the_fit_finds_constants_again(experiment):
+    fit = experiment("fit_forecast")
+    rows = [(1.0, x, y) for x, y in ((1, 5), (2, 1), (9, 3), (4, 4))]
+    constants, worst = fit.fit(rows, [3 + 0.5 * x + 0.25 * y for _, x, y in rows])
+    assert constants == pytest.approx([3, 0.5, 0.25]) and worst < 1e-9
+    line, worst = fit._line([(1e6, 60.0), (5e6, 260.0)], None, 1, one_size=False)
+    assert line == pytest.approx({"us": 10, "gb_s": 20}) and worst < 1e-9
+    line, _ = fit._line([(1e6, 60.0)], {"us": 5.0}, 2, one_size=True)
+    assert line == pytest.approx({"us": 10, "gb_s": 20})
+
+
+def test_errors_are_those_of_the_forecast(experiment):
+    errors = experiment("forecast_errors")
+    groups = errors.group_errors(list(errors.measured()))
+    written = json.loads((RESULTS / "forecast" / "summary.json").read_text())
+    for name, group in groups.items():
+        for where in (written["groups"], load(ERRORS)["groups"]):
+            assert where[name] == pytest.approx(group), name
+    steps = groups["steps of 7B"]
+    assert steps["median"] <= 0.05 and steps["worst"] <= 0.10 and steps["rows"] >= 30
+    assert groups["all but small"]["median"] <= 0.05
+    for now, then in zip(errors.published(), written["published"], strict=True):
+        assert now["forecast"] == pytest.approx(then["forecast"]), now["what"]
+
+
+def test_a_study_of_few_gpus(experiment, tmp_path, monkeypatch):
+    study = experiment("scale_study")
+    monkeypatch.setattr(study, "SHAPES", {"7B": study.SHAPES["7B"]})
+    monkeypatch.setattr(study, "SPEEDS", {"100Gb/s": "100Gb/s,10us"})
+    assert cli.run(study.main, ["--out", str(tmp_path / "s"), "--gpus", "8..16", "--commit", "x"]) == 0
+    text = (tmp_path / "s" / "README.md").read_text()
+    assert "### 7B, 100Gb/s, one card for a host" in text and (tmp_path / "s" / "scale.png").stat().st_size > 10_000
+    points = json.loads((tmp_path / "s" / "summary.json").read_text())["7B"]["100Gb/s"]["8"]
+    written = json.loads((RESULTS / "scale" / "summary.json").read_text())["7B"]["100Gb/s"]["8"]
+    for now, then in zip(points, (p for p in written if p["gpus"] <= 16), strict=True):
+        assert now == pytest.approx(then)

@@ -1,0 +1,189 @@
+"""The command: what it prints and writes, one line for what it refuses, and the measurement on emulated devices."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+from taco_jax.config import cli
+from taco_jax.forecast import command, hardware, links
+from taco_jax.forecast.constants import load
+
+SEVEN = ("--config", str(REPOSITORY / "experiments/qwen7b.py"))
+ON = (*SEVEN, "--gpu", "H200", "--link", "host")
+
+
+def test_a_step(tmp_path, capsys):
+    file, picture = tmp_path / "f.json", tmp_path / "p.png"
+    assert cli.run(command.main, [*ON, "--json", str(file), "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert "recommendation: " + found["recommendation"]["text"] in text
+    assert found["recommendation"]["codec"] == "int6h" and picture.stat().st_size > 10_000
+    # experiments/results/qwen7b_tp4_kernels measured 1.72x.
+    assert found["codecs"]["int6h"]["speedup"] == pytest.approx(1.72, rel=0.1)
+    assert found["exact"]["ms"] > found["codecs"]["taco"]["ms"] > found["ceiling"]["ms"]
+    sites = found["codecs"]["taco"]["sites"].values()
+    parts = sum(part[key] for part in sites for key in ("products", "memory", "codec", "messages"))
+    assert parts == pytest.approx(found["codecs"]["taco"]["ms"])
+    for line in ("layers/mlp/up", "the ceiling", "how sure", "accuracy", "it no longer pays"):
+        assert line in text
+
+
+def test_a_first_token_and_another_loss(capsys):
+    given = (*SEVEN, "--gpu", "l4", "--link", "12GB/s,15us", "--ttft", "8192", "--batch", "2")
+    assert cli.run(command.main, [*given, "--loss", "0.1%", "--codecs", "int8h;int4h,block=32;mxfp4"]) == 0
+    text = capsys.readouterr().out
+    assert "first token of 2 x 8,192 tokens, tp 4" in text and "recommendation: int8h: " in text
+    assert "int4h,block=32" in text and "no record" in text and "assumed: Triton kernels" in text
+
+
+def test_over_hosts_and_at_scale(tmp_path, capsys):
+    hosts = ("--mesh.dp", "2", "--hosts", "2", "--between", "100Gb/s")
+    assert cli.run(command.main, [*ON, *hosts]) == 0
+    assert "2 hosts: 12.5 GB/s from a host" in capsys.readouterr().out
+    file = tmp_path / "s.json"
+    given = (
+        *SEVEN,
+        "--gpu",
+        "H100",
+        "--link",
+        "nvlink",
+        "--between",
+        "25Gb/s",
+        "--scale",
+        "8..16",
+        "--json",
+        str(file),
+    )
+    assert cli.run(command.main, given) == 0
+    assert "int4h: pays" in capsys.readouterr().out
+    assert {p["gpus"] for p in json.loads(file.read_text())["points"]} == {8, 16}
+
+
+def test_a_hugging_face_folder(tmp_path, capsys):
+    shape = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024, "hidden_act": "silu",
+        "max_position_embeddings": 4096, "rope_theta": 1e4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = ["--model", str(tmp_path), "--mesh.tp", "8", "--gpu", "H100", "--link", "pcie5x16", "--ttft", "4096"]
+    assert cli.run(command.main, given) == 0
+    assert "8 x H100" in capsys.readouterr().out
+    assert cli.run(command.main, [*given[2:], "--model", str(tmp_path / "no")]) == 2
+    assert "must be a Hugging Face folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--gpu", "H2000", "--link", "host"], "nearest are H200"),
+        (["--gpu", "H2000", "--gpu-tflops", "-1", "--link", "host"], "--gpu-tflops=-1: must be above 0"),
+        (["--link", "host"], "--gpu: name the GPU"),
+        (["--gpu", "L4"], "--link: say what joins"),
+        (["--gpu", "L4", "--link", "nvlink"], "L4 has no NVLink"),
+        (["--gpu", "L4", "--link", "nvlnk"], "did you mean 'nvlink'?"),
+        (["--gpu", "L4", "--link", "0GB/s"], "a speed must be from"),
+        (["--gpu", "L4", "--link", "1GB/s,1000ms"], "a latency must be from"),
+        (["--gpu", "L4", "--link", "host", "--hosts", "3", "--between", "1GB/s"], "--hosts 3: must divide the 4"),
+        (["--gpu", "L4", "--link", "host", "--hosts", "2"], "say what joins them, --between"),
+        (["--gpu", "L4", "--link", "host", "--hosts", "0"], "--hosts 0: must be at least 1"),
+        (["--gpu", "L4", "--link", "host", "--rails", "2"], "--rails 2: are cards between hosts"),
+        (["--gpu", "L4", "--link", "host", "--codecs", "tako"], "did you mean 'taco'?"),
+        (["--gpu", "L4", "--link", "host", "--codecs", "none"], "exact is always shown"),
+        (["--gpu", "L4", "--link", "host", "--loss", "much"], "must be a share in percent"),
+        (["--gpu", "L4", "--link", "host", "--scale", "8..64"], "say what joins the hosts"),
+        (["--gpu", "L4", "--link", "host", "--between", "1GB/s", "--scale", "1"], "the model's state fits on none"),
+        (["--gpu", "L4", "--link", "host", "--scale", "8", "--ttft", "8"], "--scale is of training steps"),
+        (["--gpu", "L4", "--link", "host", "--plot", "x.bmp"], "must end with .png"),
+        (["--gpu", "L4", "--link", "host", "--json", "/no/such/f.json"], "there is no folder"),
+        (["--gpu", "L4", "--link", "host", "--mesh.tp", "3"], "tp 3 does not divide"),
+        (["--gpu", "L4", "--link", "host", "--mesh.tpp", "3"], "did you mean --mesh.tp?"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(flags, says, capsys):
+    assert cli.run(command.main, [*SEVEN, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+
+
+def test_names_of_gpus():
+    assert hardware.find("NVIDIA A100-SXM4-80GB").name == "A100 80GB"
+    assert hardware.find("nvidia h100 80gb hbm3").name == hardware.find("H100").name == "H100 80GB HBM3"
+    assert hardware.find("H200 NVL").flops == 835e12 and hardware.find("NVIDIA H200").flops == 989.4e12
+    assert hardware.find("L40S").name == "L40S" and hardware.find("cpu") is None
+    assert [hardware.find(n).kernels for n in ("H200", "L4", "B200")] == ["mosaic", "triton", "triton"]
+    other = hardware.gpu("Foo", 100)
+    assert other.flops == 100e12 and len(other.assumed) == 2 and len(hardware.gpu("Foo", 100, 1000).assumed) == 1
+
+
+def test_speeds_of_links():
+    h200 = hardware.gpu("H200")
+    gb_s = lambda text: links.parse(text, h200).gb_s(2)
+    assert [gb_s("100Gb/s"), gb_s("12GB/s,15us"), gb_s("500MB/s")] == [12.5, 12, 0.5]
+    assert gb_s("pcie4x16") == pytest.approx(31.5 * 256 / 280, rel=0.01) and gb_s("pcie5x8") == gb_s("pcie4x16")
+    assert links.parse("12GB/s,15us", h200).all_reduce(4, 12e9) == pytest.approx(1.5 + 60e-6)
+    half = hardware.gpu("A100")
+    assert links.parse("nvlink", half).gb_s(4) == pytest.approx(gb_s("nvlink") * 300 / 450 * load()["links"]["nvlink"]
+                                                                ["hop"]["4"]["gb_s"] / gb_s("nvlink"))  # fmt: skip
+
+
+def test_it_is_there_within_seconds_and_starts_no_device():
+    code = (
+        "import sys, jax\n"
+        "from taco_jax.forecast.command import main\n"
+        f"main({[*ON]!r})\n"
+        "from jax._src import xla_bridge\n"
+        "sys.exit(3 if xla_bridge._backends else 0)\n"
+    )
+    used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    before = used()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "recommendation" in done.stdout and used() - before < 5
+
+
+def test_measuring_the_emulator_replaces_assumptions(tmp_path, capsys):
+    file = tmp_path / "m.json"
+    given = ["--devices", "cpu:8", "--measured", str(file)]
+    assert cli.run(command.main, ["--measure", *given]) == 0
+    assert f"written to {file}" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["ranks"] == 8 and found["link"]["exact"]["gb_s"] > 0 and found["copy_gb_s"] > 0
+    given = [*SEVEN, "--link", "measured", "--measured", str(file)]
+    assert cli.run(command.main, given) == 0
+    text = capsys.readouterr().out
+    assert "measured here: a product" in text and "link measured" in text and "assumed: cpu reaches" not in text
+    # Another GPU takes the link alone.
+    assert cli.run(command.main, [*given, "--gpu", "L4"]) == 0
+    text = capsys.readouterr().out
+    assert "measured here" not in text and "assumed: L4 reaches" in text and "link measured" in text
+    file.write_text("{}")
+    assert cli.run(command.main, given) == 2
+    assert "is no measurement" in capsys.readouterr().err
+
+
+def test_nothing_was_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.run(command.main, [*SEVEN, "--gpu", "L4", "--link", "measured"]) == 2
+    assert "nothing has been measured on this machine" in capsys.readouterr().err
+
+
+def test_without_tensor_parallelism_gradients_alone_are_compared(capsys):
+    alone = ("--mesh.tp", "1", "--mesh.dp", "8")
+    assert cli.run(command.main, [*ON, *alone]) == 0
+    text = capsys.readouterr().out
+    assert "gradients int8h" in text and "taco" not in text
+    # No run has a record of them.
+    assert "recommendation: exact: gradients int8h would gain " in text
+
+
+def test_small_messages_are_named(capsys):
+    assert cli.run(command.main, [*ON, "--data.sequence-length", "64", "--global-batch", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("layers' messages are too small and go exactly") == 4
+    assert "recommendation: exact: no codec gains 2 % here" in text

@@ -1,0 +1,93 @@
+"""What the forecast says is sent, against the site table of the traced step."""
+
+import dataclasses
+
+import pytest
+from model_helpers import GPT2, QWEN2, QWEN3
+
+from taco_jax.config import (
+    CompressionConfig,
+    DataConfig,
+    DataParallelConfig,
+    MeshConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from taco_jax.config.checks import check
+from taco_jax.forecast import hardware, links, messages, predict
+from taco_jax.forecast.cost import Machine
+from taco_jax.mesh import make_mesh
+from taco_jax.train import step
+
+WIDE = dataclasses.replace(QWEN2, d_model=128)
+
+
+def config(mesh, model=WIDE, **changes):
+    given = {"data": DataConfig(sequence_length=16), "global_batch": 16, "loss_chunk": 24}
+    return check(TrainConfig(model=model, mesh=MeshConfig(**mesh), **(given | changes)))
+
+
+CASES = {
+    "tp": config({"tp": 4}, compression=CompressionConfig("int8h", "int4h", min_bytes=0)),
+    "tied head, positions": config({"tp": 2}, dataclasses.replace(GPT2, d_model=128), accumulation=2),
+    "cut sequences": config({"tp": 4}, sequence_parallel=True, remat="full"),
+    "chains": config({"tp": 2}, chains=2, remat="full"),
+    "a plan, exact heads": config(
+        {"tp": 2}, QWEN3, compression=CompressionConfig("taco", "taco", plan={"layers/mlp/*": "int8h:int4h"})
+    ),
+    "gpipe": config({"pp": 2, "tp": 2}, pipeline=PipelineConfig(microbatches=4)),
+    "1f1b": config({"pp": 2, "tp": 2}, pipeline=PipelineConfig(schedule="1f1b", microbatches=4)),
+    "circular": config(
+        {"pp": 2, "tp": 2},
+        dataclasses.replace(WIDE, n_layers=4),
+        pipeline=PipelineConfig(schedule="circular", microbatches=4, chunks=2),
+    ),
+    "zero1": config(
+        {"dp": 2, "tp": 2}, data_parallel=DataParallelConfig(zero1=True, gradients="int8h", parameters="int4h")
+    ),
+    "exact gradients": config({"dp": 4}, data_parallel=DataParallelConfig(gradients="none")),
+}
+
+
+NIGHTLY = ("circular", "a plan, exact heads", "exact gradients")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in NIGHTLY)) for n in CASES])
+def test_messages_are_those_of_the_traced_step(name):
+    given = CASES[name]
+    table = step.build(given, make_mesh(given.mesh.dp, given.mesh.pp, given.mesh.tp)).table
+    # Of what the forecast leaves out the largest are norms' gradients and biases, which go exactly.
+    rows = {}
+    for row in table.rows():
+        if row.kind == "activation" or row.site in ("head/softmax", "pp/grads"):
+            rows[row.site, row.direction, row.op] = (row.elements, row.calls, row.codec)
+    forecast = {
+        (m.site, m.direction, m.op): (m.elements, m.calls, m.codec.name)
+        for m in messages.training(given)
+        if m.axis != "dp"
+    }
+    ends = ("pp", "backward", "psum")
+    assert rows.keys() == forecast.keys() and ends not in rows
+    for key, (elements, calls, codec) in rows.items():
+        assert (calls, codec) == forecast[key][1:], key
+        assert forecast[key][0] == pytest.approx(elements, rel=0.01 if key[0] == "pp/grads" else 0), key
+    for kind in ("gradient", "parameter"):
+        sent = table.total(kind)[0] or sum(r.bytes for r in table.rows() if r.site == "dp/grads")
+        of_kind = [m for m in messages.training(given) if m.kind == kind]
+        if not of_kind:
+            continue
+        (message,) = of_kind
+        share = (message.ranks - 1) / message.ranks * (2 if message.op == "psum" else 1)
+        wire = message.nbytes if message.codec.exact else message.codec.wire_bytes(message.elements)
+        assert share * wire == pytest.approx(sent, rel=0.1), kind  # wires of small leaves are padded
+
+
+def test_bytes_of_a_step_are_those_of_the_site_table():
+    given = config({"tp": 4}, data=DataConfig(sequence_length=128), compression=CompressionConfig(min_bytes=0))
+    table = step.build(given, make_mesh(tp=4)).table
+    gpu = hardware.gpu("H200")
+    forecast = predict.step(given, Machine(gpu, links.parse("host", gpu), 4))
+    softmax = sum(r.bytes for r in table.rows() if r.site == "head/softmax")
+    sent, bf16 = table.total("activation")
+    assert forecast.sent == pytest.approx(sent + softmax, rel=0.01)
+    assert forecast.ratio == pytest.approx((bf16 + softmax / 2) / (sent + softmax), rel=0.01)

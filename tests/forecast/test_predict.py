@@ -1,0 +1,234 @@
+"""Times of a step and of a prompt, against sums that are written out here; and what must hold of any forecast."""
+
+import dataclasses
+
+import pytest
+
+from taco_jax.config import CompressionConfig, ConfigError, DataConfig, MeshConfig, TrainConfig
+from taco_jax.forecast import advice, hardware, links, messages, predict, record, scale, work
+from taco_jax.forecast.constants import load
+from taco_jax.forecast.cost import Machine
+from taco_jax.models.presets import preset
+
+H200 = hardware.gpu("H200")
+SEVEN = TrainConfig(
+    model=preset("qwen2p5_7b"),
+    mesh=MeshConfig(tp=4),
+    data=DataConfig(sequence_length=2048),
+    global_batch=8,
+    remat="full",
+)
+
+
+def machine(link="host", gpu=H200, devices=4, **more):
+    return Machine(gpu, links.parse(link, gpu), devices, **more)
+
+
+def test_a_product_is_waves_of_tiles():
+    c = load()["product"]
+    # 16,384 x 3,584 in tiles of 128 x 256 are 1,792, 14 rounds on 132 multiprocessors.
+    per_tile = (4736 + c["k0"]) * 2 * 128 * 256
+    seconds = 14 * per_tile / (c["share_of_peak"] * 989.4e12 / 132)
+    assert machine().product(16384, 3584, 4736) == pytest.approx(seconds)
+    assert seconds == pytest.approx(796e-6, rel=0.03)  # experiments/results/product_h200
+
+
+def test_a_product_of_one_row_is_bound_by_memory():
+    read = 2 * 3584 * 152_064 / machine().bandwidth
+    assert read < machine().product(1, 152_064, 3584) < 1.05 * read
+
+
+def test_flops_of_a_step_are_those_of_the_formula():
+    """PaLM's formula counts no recomputation, and attention's scores whole."""
+    from taco_jax.train.metrics import flops_per_token
+
+    shard, tokens = work.Shard(SEVEN.model, 1), 8 * 2048
+    layer = [*work.layer_forward(shard, 8, 2048), *work.layer_backward(shard, 8, 2048)]
+    of = lambda items, times: times * sum(2.0 * w.count * w.m * w.n * w.k for w in items if w.kind == "product")
+    products = of(layer, 28) + of(work.head_loss(shard, tokens), 1)
+    scores = 12 * 28 * 2048 * 28 * 128 * tokens
+    assert products == pytest.approx(tokens * flops_per_token(SEVEN.model, 2048) - scores, rel=1e-3)
+    kernels = 28 * sum(w.flops for w in layer if w.kind == "attention")
+    # 2 + 5 products of half of the pairs, and the diagonal's tiles; the formula has 2 + 4 of all.
+    assert kernels == pytest.approx(scores * 7 / 12 * (2048 + 128) / 2048, rel=1e-6)
+
+
+def test_a_recomputation_has_no_product_whose_sum_was_kept():
+    shard = work.Shard(SEVEN.model, 4)
+    again = [w for w in work.layer_forward(shard, 8, 2048, "again", sums=False) if w.kind == "product"]
+    assert {w.site for w in again} == {work.QKV, work.UP}
+    on = machine("nvlink")
+    none, full = (
+        predict.step(dataclasses.replace(SEVEN, remat=r), on, "free").total("products") for r in ("none", "full")
+    )
+    more = 28 * sum(on.product(w.m, w.n, w.k) for w in again)
+    attention = 28 * on.seconds(work.attention(shard, 8, 2048, "again", fused=True)[0])
+    assert full - none == pytest.approx(more + attention)
+
+
+def test_parameters_are_those_of_the_model():
+    from taco_jax.models.decoder import count_params
+
+    for name in ("gpt2_124m", "qwen2p5_7b", "qwen3_0p6b"):
+        model = preset(name)
+        counted = work.Shard(model, 1).parameters(model.n_layers)
+        assert counted == pytest.approx(count_params(model), rel=2e-3), name
+
+
+def test_an_exact_step_on_a_given_link_by_hand():
+    """Over 12 GB/s and 15 us each of the 114 sums of 117 MB takes a ring's time; two of four in a layer hide what their
+    weight gradients take."""
+    on = machine("12GB/s,15us")
+    found = predict.step(SEVEN, on, "none")
+    sum_ = 4 * 15e-6 + 2 * 3 / 4 * (16384 * 3584 * 2) / 12e9
+    beside = 28 * (on.product(3584, 2 * 4736, 16384) + on.product(3584, 7 * 128 + 2 * 128, 16384))
+    layers = sum(part.messages for site, part in found.sites.items() if site.startswith("layers/"))
+    assert layers == pytest.approx(4 * 28 * sum_ - beside, rel=1e-6)
+    assert found.total("hidden") == pytest.approx(beside) and found.total("codec") == 0
+
+
+def test_a_compressed_step_by_hand():
+    on = machine("12GB/s,15us")
+    found = predict.step(SEVEN, on, "int8h")
+    start, wire = load()["links"]["start_us"] * 1e-6, 16384 * 3584 * (1 + 2 / 128)
+    hops = 2 * (1.5 * 15e-6 + start + 3 / 4 * wire / 12e9)
+    rates = {op: 1e9 * load()["codec"]["gb_s"]["H200"]["int8h"]["mosaic"][op] for op in ("encode", "decode", "reduce")}
+    values = 2 * 16384 * 3584
+    codec = (values + wire) / rates["encode"] + (values + wire) / rates["decode"] + 1.25 * wire / rates["reduce"]
+    assert found.sites[work.DOWN].messages == pytest.approx(28 * hops, rel=1e-4)
+    assert found.sites[work.DOWN].codec == pytest.approx(28 * codec, rel=1e-4)
+    assert found.ratio == pytest.approx(16 / 8.125, rel=1e-3)
+
+
+def test_free_is_below_all_and_codecs_cost_what_they_send():
+    on = machine()
+    times = [predict.step(SEVEN, on, c).seconds for c in ("free", "int4h", "int6h", "int8h", "none")]
+    assert times == sorted(times)
+    fast = machine("3000GB/s,1us")
+    assert predict.step(SEVEN, fast, "int8h").seconds > predict.step(SEVEN, fast, "none").seconds
+
+
+def test_small_messages_go_exactly():
+    tiny = dataclasses.replace(SEVEN, global_batch=1, data=DataConfig(sequence_length=64))
+    found = predict.step(tiny, machine(), "int8h")
+    assert set(found.exactly) == {"embed", "head", work.QKV, work.OUT, work.UP, work.DOWN}
+    assert found.seconds == pytest.approx(predict.step(tiny, machine(), "none").seconds)
+    every = dataclasses.replace(tiny, compression=CompressionConfig(min_bytes=0))
+    assert predict.step(every, machine(), "int8h").exactly == ()
+
+
+def test_empty_ticks_are_the_schedules_share():
+    from taco_jax.config import PipelineConfig, pipeline_schedule
+
+    for kind in ("gpipe", "1f1b"):
+        config = dataclasses.replace(
+            SEVEN, mesh=MeshConfig(pp=4, tp=2), pipeline=PipelineConfig(schedule=kind, microbatches=8), remat="none"
+        )
+        found = predict.step(config, machine(devices=8), "none")
+        ends = () if kind == "gpipe" else ("head", "head/softmax", "embed")
+        in_ticks = sum(p.seconds for s, p in found.sites.items() if s.startswith(("layers/", "pp/act")) or s in ends)
+        assert found.bubble / (found.bubble + in_ticks) == pytest.approx(pipeline_schedule(config).bubble), kind
+
+
+def test_levels_send_less_between_hosts():
+    """tp 8 on two hosts of four: each rank sends a quarter of the message to the other host, exactly and compressed."""
+    h100 = hardware.gpu("H100")
+    between = links.parse("100Gb/s,10us", h100, key="--between")
+    on = Machine(h100, links.parse("nvlink", h100), 8, 2, between, 1)
+    assert on.spread("tp", {"dp": 1, "pp": 1, "tp": 8}) == (4, 2)
+    n = 1 << 26
+    message = messages.SiteMessage("", "forward", "psum", "tp", 8, n, 2, 1)
+    # Four GPUs share one card.
+    assert on.exact_seconds(message, 4, 2) == pytest.approx(2 * 10e-6 + 2 * n / 4 / (12.5e9 / 4), rel=0.01)
+    coded = dataclasses.replace(message, codec=messages.as_codec("int8h"))
+    wire = on.compressed_seconds(coded, 4, 2)[1]
+    inside = 2 * on.link.send(4, 3 / 4 * coded.codec.wire_bytes(n))
+    assert wire - inside == pytest.approx(n * 1.015625 / 4 / (12.5e9 / 4), rel=0.01)
+    rails = dataclasses.replace(on, rails=4)
+    assert rails.exact_seconds(message, 4, 2) < on.exact_seconds(message, 4, 2) / 3
+
+
+def test_the_dp_axis_is_on_one_host_where_it_fits():
+    on = machine(devices=16, hosts=2, between=links.given("b", 12.5, 10.0))
+    sizes = {"dp": 4, "pp": 2, "tp": 2}
+    assert [on.spread(axis, sizes) for axis in ("tp", "pp", "dp")] == [(2, 1), (2, 1), (2, 2)]
+
+
+def test_first_token_of_one_gpu_sends_nothing_and_longer_prompts_take_longer():
+    alone = machine(devices=1)
+    model = preset("qwen2p5_7b")
+    times = [predict.first_token(model, alone, "none", tp=1, length=n).seconds for n in (512, 2048, 8192)]
+    assert times == sorted(times) and predict.first_token(model, alone, "none", tp=1, length=512).sent == 0
+    fed, plain = (
+        predict.first_token(model, machine(), "int4h", tp=4, length=4096, feedback=f).total("codec")
+        for f in (True, False)
+    )
+    assert fed > plain
+    with pytest.raises(ConfigError, match=r"--ttft 999999: the model's longest sequence has 131072 tokens"):
+        predict.first_token(model, alone, "none", tp=1, length=999_999)
+
+
+def test_the_speed_up_to_which_a_codec_pays_is_where_it_stops():
+    forecast = lambda at, codecs: predict.step(SEVEN, at, codecs)
+    most = advice.most_gb_s(forecast, machine(), "int8h")
+    gain = lambda gb_s: (lambda m: forecast(m, "none").seconds / forecast(m, "int8h").seconds)(
+        dataclasses.replace(machine(), link=machine().link.at(gb_s))
+    )
+    assert gain(0.97 * most) > advice.LEAST_GAIN > gain(1.03 * most)
+
+
+def test_the_size_from_which_a_codec_pays_is_where_it_starts():
+    on = machine("12GB/s,15us")
+    message = messages.SiteMessage("", "forward", "psum", "tp", 4, 1, 2, 1, messages.as_codec("int8h"))
+    least = advice.least_bytes(on, message, message.codec)
+    at = lambda n: advice.pays(on, dataclasses.replace(message, elements=n // 2))
+    assert at(least) and not at(least // 2)
+
+
+def choice(codecs, speedup, change):
+    loss = None if change is None else record.Loss(change, None, 1, "")
+    return advice.Choice(codecs, predict.Forecast(codecs, {}), speedup, loss)
+
+
+@pytest.mark.parametrize(
+    "given, best",
+    [
+        ([("a", 1.5, 0.004), ("b", 1.8, 0.02)], "a"),  # the fastest loses too much
+        ([("a", 1.5, 0.004), ("b", 1.505, 0.001)], "b"),
+        ([("a", 1.505, 0.004), ("b", 1.5, 0.001)], "b"),  # about as fast
+        ([("a", 1.9, None), ("b", 1.5, 0.001)], "b"),  # without a record
+        ([("a", 1.01, 0.0)], None),
+        ([], None),
+    ],
+)
+def test_the_recommendation(given, best):
+    found = advice.choose([choice(*g) for g in given], 0.005)
+    assert (found and found.codecs) == best
+
+
+def test_the_record_is_that_of_the_use():
+    assert record.of("int6h", "training").runs == 3 and record.of("int6h", "training").sure
+    assert record.of("int4h:int4h", "training") == record.of("int4h", "training")
+    assert record.of("taco:int8h", "training") is None
+    fed, plain = (record.of("int4h", "first_token", feedback=f).change for f in (True, False))
+    assert fed < plain / 5
+
+
+def test_scale_takes_the_fastest_layout_that_fits():
+    gpu = hardware.gpu("H100")
+    inside, between = links.parse("nvlink", gpu), links.parse("100Gb/s,10us", gpu, key="--between")
+    config = dataclasses.replace(SEVEN, mesh=MeshConfig(), global_batch=1)
+    points = scale.study(config, gpu, inside, between, gpus=[8, 64], rails=8, ways=("none", "int4h"))
+    assert [(p.gpus, p.way) for p in points] == [(8, "none"), (8, "int4h"), (64, "none"), (64, "int4h")]
+    assert all(p.dp * p.pp * p.tp == p.gpus for p in points)
+    laid = list(scale.layouts(config, gpu, 8, 1, 8))
+    assert all(scale.memory_bytes(c) <= 0.9 * 80e9 for c in laid)
+    # Alone a GPU cannot hold 7.6e9 weights with their moments.
+    assert not list(scale.layouts(config, gpu, 1, 1, 8))
+    assert scale.stops(points, "int4h") == (8, 64)
+
+
+@pytest.mark.parametrize("text", ["8-64", "0..8", "64..8", "8..", "a..b", "8..99999999"])
+def test_wrong_ranges_are_one_line(text):
+    with pytest.raises(ConfigError, match=r"--scale '.*': must"):
+        scale.counts(text)
