@@ -271,8 +271,8 @@ MUTANTS = (
         "feedback-of-layers",
         "a layer drops the error that its sums carry along",
         "taco_jax/models/overlap.py",
-        "        return ResidualStream(x_BLD, error_BLD)\n",
-        "        return ResidualStream(x_BLD, None if error_BLD is None else 0 * error_BLD)\n",
+        "        return ResidualStream(x_BLD, error_BLD, carrier_BLD)\n",
+        "        return ResidualStream(x_BLD, None if error_BLD is None else 0 * error_BLD, carrier_BLD)\n",
         ("tests/inference/test_forward.py -k feedback_leaves",),
     ),
     Mutant(
