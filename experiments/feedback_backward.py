@@ -1,7 +1,7 @@
 """Does error feedback in the backward pass make four bits possible in both directions? Trainings, paired by seed.
 
-    python experiments/feedback_backward.py --config experiments/quickstart.py --out experiments/results/feedback_backward \
-        --seeds 0,1,2 --mesh.dp 1
+    python experiments/feedback_backward.py --config experiments/quickstart.py --mesh.dp 1 --seeds 0,1,2 \
+        --out experiments/results/feedback_backward
 
 Rows are codecs as in accuracy.py: "forward:backward" or one for both, and CODEC_fed feeds errors back in its direction.
 Runs the trainer once per seed and row, in its own process; other flags go to the trainer. Finished runs of OUT are

@@ -4,9 +4,9 @@
         --out experiments/results/feedback_gradients
 
 --text as in bench_perplexity.py: one window of --context tokens of each of the --sources. The gradient of their mean
-loss with each of ROWS is compared with the exact one, computed in the same way: relative error ||g - exact|| / ||exact||
-of all parameters and of each leaf, and the slope <g, exact> / <exact, exact>. Rows are named as in accuracy.py; parts
-of the method by themselves are in VARIANTS. What OUT has is kept.
+loss with each of ROWS is compared with the exact one, computed in the same way: the relative error
+||g - exact|| / ||exact|| and the slope <g, exact> / <exact, exact>, of all parameters and of each leaf. Rows are named
+as in accuracy.py; parts of the method by themselves are in VARIANTS. What OUT has is kept.
 
 output     OUT/README.md (hardware, commit, command, table), OUT/summary.json
 """

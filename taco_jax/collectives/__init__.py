@@ -6,6 +6,6 @@ from taco_jax.collectives.manual_region import check_region, in_manual_region, t
 from taco_jax.collectives.vjp import REMAT_NAMES
 
 __all__ = [
-    "REMAT_NAMES", "all_gather", "all_to_all", "check_region", "copy", "copy_with_feedback", "in_manual_region", "loses",
-    "ppermute", "psum", "psum_scatter", "psum_with_feedback", "start_psum", "to_varying",
+    "REMAT_NAMES", "all_gather", "all_to_all", "check_region", "copy", "copy_with_feedback", "in_manual_region",
+    "loses", "ppermute", "psum", "psum_scatter", "psum_with_feedback", "start_psum", "to_varying",
 ]  # fmt: skip

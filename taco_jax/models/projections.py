@@ -11,7 +11,7 @@ The gradient of the stream has its errors too, of the sums of the column-paralle
 they travel in the other direction, as the cotangents of a carrier that has no values (`fed_column_input`). The sums
 are then of gradients of x itself, each rank's own taken through the normalisation before it is sent:
 
-    g_n, e_n = gradient, 0        (z_i, e_i) = sum with feedback of (J_norm(x_i)^T dh_i, e_{i+1})        g_i = g_{i+1} + z_i
+    g_n, e_n = gradient, 0     (z_i, e_i) = sum with feedback of (J_norm(x_i)^T dh_i, e_{i+1})     g_i = g_{i+1} + z_i
 
 Dims: B batch, L length, D model, F the products' local output widths, added up.
 """

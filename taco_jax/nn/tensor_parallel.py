@@ -26,9 +26,9 @@ from taco_jax.compression.compression import as_compression
 from taco_jax.compression.site_scales import SiteScales
 
 __all__ = [
-    "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "copy_with_feedback", "gather_from_sp",
-    "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product", "scatter_to_sp",
-    "start_sum", "to_varying",
+    "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "copy_with_feedback",
+    "gather_from_sp", "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product",
+    "scatter_to_sp", "start_sum", "to_varying",
 ]  # fmt: skip
 
 
