@@ -114,8 +114,15 @@ def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parall
 
 
 def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, **others: Any) -> jax.Array:
-    """The x_BLD of `through_layers`."""
-    return through_layers(stacked, x_BLD, length, config, **others).x_BLD
+    """The x_BLD of `through_layers`, for stages.
+
+    Raises:
+      ValueError: gradients' sums are to take errors along, which stages do not hand on.
+    """
+    stream = through_layers(stacked, x_BLD, length, config, **others)
+    if stream.carrier_BLD is not None:
+        raise ValueError("backward_error_feedback=True: stages hand no errors on; leave it out, or use no stages")
+    return stream.x_BLD
 
 
 def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel, state: State,
