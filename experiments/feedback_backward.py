@@ -7,7 +7,7 @@ Rows are codecs as in accuracy.py: "forward:backward" or one for both, and CODEC
 Runs the trainer once per seed and row, in its own process; other flags go to the trainer. Finished runs of OUT are
 kept. The errors of gradients, for a pretrained model and without a training, are those of feedback_gradients.py.
 
-output     OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/<row>-<seed>.jsonl (metrics)
+output     OUT/README.md (hardware, commit, command, table), OUT/summary.json, OUT/loss.png, OUT/<row>-<seed>.jsonl
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     runs.require(args.every > 0, "--every", args.every, "must be 1 step or more")
     timeout = runs.limit("--timeout", args.timeout)
     runs.folder("--out", args.out)
-    kept = {(row, seed): args.out / f"{row.replace(':', '+')}-{seed}.jsonl" for row in rows for seed in seeds}
+    kept = {(row, seed): args.out / f"{row.replace(':', '-')}-{seed}.jsonl" for row in rows for seed in seeds}
     found = {run: runs.read_kept(path) for run, path in kept.items() if path.exists()}
     failures = 0
     for seed in seeds:
@@ -59,15 +59,16 @@ def main(arguments: Sequence[str]) -> int:
             if (row, seed) not in found:
                 own = [*row_flags(row), "--seed", seed, *flags]
                 try:
-                    found[row, seed] = runs.make(
-                        args.config, kept[row, seed], own, timeout=timeout, every=args.every
-                    )  # fmt: skip
+                    limits = {"timeout": timeout, "every": args.every}
+                    found[row, seed] = runs.make(args.config, kept[row, seed], own, **limits)
                 except runs.FAILURES as error:
                     failures += 1
                     print(f"FAILED {row}, seed {seed}: {error}", file=sys.stderr, flush=True)
         ran = {row: {s: found[row, s] for s in seeds if (row, s) in found} for row in rows}
         title = f"{Path(args.config).stem}: error feedback forward and backward, by seed"
         seed_study.report(args.out, title, ran, args.commit)
+    if drawn := [row for row in rows if (row, seeds[0]) in found]:
+        seed_study.draw(args.out, drawn, seeds[0])
     return 1 if failures else 0
 
 

@@ -128,11 +128,12 @@ def compare(got: dict, exact: dict) -> dict[str, Any]:
         lost, whole, product = (sum(sums[p][i] for p in paths) for i in range(3))
         return {"error": (lost / whole) ** 0.5, "slope": product / whole}
 
-    group = {name: [p for p in exact if any(part in p for part in parts)] for name, parts in GROUPS.items()}
+    there = [p for p in exact if sums[p][1]]
+    group = {name: [p for p in there if any(part in p for part in parts)] for name, parts in GROUPS.items()}
     group["attention"] = [p for p in group["attention"] if "norm" not in p]
     group["embedding"] = [p for p in group["embedding"] if "norm" not in p]
     return of(exact) | {"groups": {g: of(paths) for g, paths in group.items() if paths}} | {
-        "leaves": {p: of([p]) for p in exact if sums[p][1]}
+        "leaves": {p: of([p]) for p in there}
     }  # fmt: skip
 
 
