@@ -42,7 +42,7 @@ def test_comparison(study):
         (
             "feedback_backward",
             ["--config", "experiments/quickstart.py", "--rows", "int4h_fd"],
-            "--rows='int4h_fd': did",
+            "--rows='int4h_fd':",
         ),
         ("feedback_backward", ["--config", "experiments/quickstart.py", "--every", "0"], "--every=0: must be 1 step"),
         (
@@ -77,4 +77,4 @@ def test_variants_are_what_they_say(study):
         row: gradients.compare(error(row), exact)["error"] for row in (*gradients.VARIANTS, "none:int4h_fed", "int8h")
     }
     fed, moved = distance["none:int4h_fed"], distance["none:int4h_moved"]
-    assert fed < distance["none:int4h_fed_layers"] < moved and distance["none:int4h_fed_delivered"] < fed < 0.5 * moved
+    assert distance["none:int4h_fed_delivered"] < fed < 0.5 * min(moved, distance["none:int4h_fed_layers"])
