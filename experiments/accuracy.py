@@ -13,9 +13,10 @@ data      --tokens/train.bin (tokenize_corpus.py: 32.6M GPT-2 tokens), three tim
           tokens of which each was seen three times; 40M tokens for the 350M one. Validation: all of --tokens/val.bin.
 order     of PLAN: 124M exact, int8h, int6h, taco with seed 0, then 1, then 2; with seed 0 int4h with error feedback
           forward and int6h backward, exact sums in float32, int4h; 350M exact and int6h; one run that goes from taco to
-          exact and back, in thirds; and the paper's ablation: e5m2, int8 without rotation, no block scale.
+          exact and back, in thirds; and the paper's ablation: e5m2, int8 without rotation, no block scale. Added
+          later, last in order: int4h with error feedback in both directions.
 
-Rows are codecs, "forward:backward" or one for both; CODEC_fed feeds errors back in the forward pass, "float32" is exact
+Rows are codecs, "forward:backward" or one for both; CODEC_fed feeds errors back in its direction, "float32" is exact
 with sums in float32 (float32_sums.py), "A_then_B" changes in the middle. OWN_CODECS are no presets. Each run also
 evaluates its last parameters another way: compressed ones exactly, exact ones in CROSS.
 
@@ -56,11 +57,13 @@ PLAN = (
     ("gpt2_124m", ("int4h_fed:int6h", "float32", "int4h"), (0,)),
     ("gpt2_350m", ("none", "int6h"), (0,)),
     ("gpt2_124m", ("taco_then_none_then_taco", "e5m2", "int8", "e4m3h_site"), (0,)),
+    ("gpt2_124m", ("int4h_fed:int4h_fed",), (0,)),
 )
 # Of the paper's ablation; presets are what somebody should use.
 OWN_CODECS = {"int8": Codec("int8", 128, "none"), "e4m3h_site": Codec("e4m3", 128, "hadamard", "site")}
 CROSS = ("int8h", "int6h", "taco", "int4h")
 THEN, FED, FLOAT32 = "_then_", "_fed", "float32"
+FEEDBACK = ("error-feedback", "backward-error-feedback")
 HERE = Path(__file__).parent
 # As fast as the recorded settings of the model files or faster on two GPUs, and the same for all rows.
 SETTINGS = (
@@ -80,8 +83,7 @@ OWN = {
     "metrics.every": "every tenth step is kept",
     "stop-after": "set --steps: a run that stops early has not had its whole schedule",
     "checkpoint.enabled": "a run's folder is gone after it",
-    "compression.error-feedback": "name a row, such as int4h_fed:int6h",
-}
+} | {f"compression.{key}": "name a row, such as int4h_fed:int6h" for key in FEEDBACK}
 
 
 def planned_steps(model: str, tokens: Path, batch: int, length: int) -> int:
@@ -98,19 +100,27 @@ def rows(text: str) -> list[str]:
     for name in names:
         for part in name.split(THEN):
             if part != FLOAT32:
-                forward, _, backward = part.partition(":")
-                for codec in (forward.removesuffix(FED), *([backward] if backward else [])):
+                for codec in parts(part)[:2]:
                     runs.choices("--rows", codec, [*CODECS, *OWN_CODECS, FLOAT32])
     return names
 
 
+def parts(row: str) -> tuple[str, str, bool, bool]:
+    """Returns (forward codec, backward codec, whether each feeds its errors back) of a row that changes nothing.
+
+    One codec is that of both directions; its feedback is that of the forward pass alone.
+    """
+    forward, _, backward = row.partition(":")
+    codec = forward.removesuffix(FED)
+    return codec, backward.removesuffix(FED) or codec, forward.endswith(FED), backward.endswith(FED)
+
+
 def configured(base: TrainConfig, part: str) -> TrainConfig:
     """The checked configuration of a row, or of one part of a row that changes."""
-    forward, _, backward = ("none" if part == FLOAT32 else part).partition(":")
-    fed = forward.endswith(FED)
-    forward = forward.removesuffix(FED)
-    how = dataclasses.replace(base.compression, forward=forward, backward=backward or forward, error_feedback=fed)
-    return check(dataclasses.replace(base, compression=how))
+    forward, backward, fed, fed_backward = parts("none" if part == FLOAT32 else part)
+    how = {"error_feedback": fed, "backward_error_feedback": fed_backward}
+    compression = dataclasses.replace(base.compression, forward=forward, backward=backward, **how)
+    return check(dataclasses.replace(base, compression=compression))
 
 
 def to_evaluate(row: str) -> tuple[str, ...]:

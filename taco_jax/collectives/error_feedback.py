@@ -21,9 +21,10 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.api import new_spelling, psum
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call
-from taco_jax.collectives.manual_region import AxisName, to_varying
+from taco_jax.collectives.manual_region import AxisName, axis_tuple, to_varying
 from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.vjp import Operation, apply
+from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import Compression, check_feedback
 
 
@@ -74,6 +75,47 @@ def psum_with_feedback(
         return y, jnp.zeros_like(x)
     operation = Operation("psum", dataclasses.replace(forward, feedback=True), backward)
     return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
+
+
+@new_spelling
+def copy_with_feedback(
+    x, axis_name: AxisName, carrier, *, compression, scales=None, key=None, site="copy"
+) -> tuple[jax.Array, jax.Array]:
+    """(x as `copy` returns it, carrier): the gradient's sum takes along the errors of the sums before it.
+
+        (c_l, e_l) = sum over the axis with feedback of (cotangent of x_l, e_{l+1})        e_l: cotangent of the carrier
+
+    The carrier has no values of its own. Handed from one call to the next it is the path on which errors travel in the
+    backward pass, from the last call to the first. Every call must be on one residual stream: x = the stream itself,
+    with what is linear in the gradient, such as the derivative of a normalisation, behind it.
+
+    Args:
+      x: one float array, the same on all ranks of the axis.
+      carrier: zeros of x's shape and dtype, varying over the axis, or what the call before returned.
+      compression, scales, key, site: as of `copy`.
+
+    Returns:
+      x varying; the carrier as it was. Of the first call's carrier the cotangent is what the last sum lost.
+
+    Second derivatives: to them Q(u) is u.
+
+    Raises:
+      ValueError: as copy; a carrier of another shape; algorithm="hierarchical", between_hosts and link="nvlink".
+    """
+    call = _check_call("copy_with_feedback", axis_name, compression, scales=scales, key=key)
+    for name, value in (("x", x), ("carrier", carrier)):
+        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+            given = getattr(value, "dtype", type(value).__name__)
+            raise TypeError(f"copy_with_feedback: {name} is {given}: must be one float array")
+    if carrier.shape != x.shape:
+        raise ValueError(f"copy_with_feedback: carrier is of shape {carrier.shape}: must be x's, {x.shape}")
+    forward, backward = (
+        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, x.nbytes)
+        for direction in DIRECTIONS
+    )
+    operation = Operation("copy", forward, dataclasses.replace(backward, feedback=True))
+    pair = x, to_varying(carrier.astype(x.dtype), varying_axes(x) | set(axis_tuple(axis_name)))
+    return apply(operation, pair, call.scales.exponents, call.scales.slot, call.key)
 
 
 def loses(shape: tuple[int, ...], dtype, axis_name: AxisName, *, compression) -> bool:

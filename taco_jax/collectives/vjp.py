@@ -5,6 +5,7 @@
 | psum (g) | all-reduce, varying -> invarying | none: the cotangent is cast to varying |
 | psum with feedback | the same; its result is (sum, error) | as psum's; the error has no cotangent |
 | copy (f) | none: x is cast to varying | all-reduce of the cotangent |
+| copy with feedback | the same, of (x, carrier) | the same, of their cotangents' sum; its result is (sum, error) |
 | psum_scatter | reduce-scatter | all-gather |
 | all_gather | all-gather | reduce-scatter (none with to="invarying": each rank keeps its slice) |
 | all_to_all | exchange of pieces | the inverse exchange |
@@ -118,6 +119,8 @@ def _send_bwd(operation, direction, residuals, ct):
     result = _send(operation, other, ct[0], *residuals)[0]
     if operation.forward.feedback and direction == "backward":
         result = result[0], jnp.zeros_like(result[1])
+    if operation.backward.feedback and direction == "backward":
+        result = result[0], result[0]  # both cotangents are terms of the sum
     return result, None, None
 
 
@@ -135,7 +138,7 @@ def as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:
 
 def _forward(op: Operation, x, exponents, key):
     if op.name == "copy":
-        return to_varying(x, op.forward.axis), None
+        return jax.tree.map(lambda x: to_varying(x, op.forward.axis), x), None
     return _run(op.name, op, op.forward, x, exponent=None if exponents is None else exponents[0], key=key)
 
 
@@ -149,12 +152,23 @@ def _backward(op: Operation, ct, exponents, key):
         n = ct.shape[op.dims[0]] // message.ranks if op.tiled else 1
         piece = lax.dynamic_slice_in_dim(to_varying(ct, message.axis), index * n, n, op.dims[0])
         return (piece if op.tiled else piece.squeeze(op.dims[0])), None
+    if op.name == "copy" and message.feedback:
+        return _sum_with_feedback(op, message, *ct, exponent=exponent, key=key)
     inverse = {"copy": "psum", "psum_scatter": "all_gather", "all_gather": "psum_scatter"}.get(op.name, op.name)
     if op.name == "all_to_all":
         op = dataclasses.replace(op, dims=op.dims[::-1])
     if op.name == "ppermute":
         op = dataclasses.replace(op, perm=tuple((d, s) for s, d in op.perm))
     return _run(inverse, op, message, ct, exponent=exponent, key=key)
+
+
+def _sum_with_feedback(op: Operation, message: Message, ct, error, exponent, key):
+    """((sum of the cotangents and errors, the errors that it leaves), measure); an exact sum leaves none."""
+    # In the cotangent's dtype, so that XLA may add it in the product that the cotangent is.
+    ct += error.astype(ct.dtype)
+    result, measure = _run("psum", op, message, ct, exponent=exponent, key=key)
+    exact = message.codec.exact or message.ranks == 1
+    return ((result, jnp.zeros_like(ct)) if exact else result), measure
 
 
 def _run(name: str, op: Operation, message: Message, x, exponent, key) -> tuple[jax.Array, Any]:

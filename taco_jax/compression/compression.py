@@ -25,6 +25,7 @@ INTEGERS = {
     "min_bytes": ("must be an integer of 0 or more bytes, or None for the tuned value", 0),
     "ranks_per_host": ("must be an integer of at least 1, or None for what JAX says of the devices", 1),
 }
+BACKWARD = "backward_error_feedback"
 # What error feedback can be used with.
 FEEDBACK = {"algorithm": ("auto", *SHOTS), "link": ("auto", "nccl"), "between_hosts": (None,)}
 
@@ -94,6 +95,9 @@ class Compression:
       error_feedback: a decoder's row-parallel sum takes the error of the one before it along, and leaves its own to the
         next (`taco_jax.collectives.error_feedback`). Collectives by themselves ignore it. None: no, but that inference
         uses it with codecs below 8 bits where sums can.
+      backward_error_feedback: experimental: a decoder's sum of input gradients takes the error of the one before it
+        along too, as terms of the residual stream's gradient, behind the normalisation. Collectives by themselves
+        ignore it.
 
     Raises:
       ValueError, TypeError: a value that cannot be, in one line that names the field and what is valid.
@@ -112,6 +116,7 @@ class Compression:
     ranks_per_host: int | None = None
     with_product: bool = False
     error_feedback: bool | None = None
+    backward_error_feedback: bool = False
 
     def __new__(cls, *args, **fields):
         """Raises TypeError, with the new spelling, for what was taken by position or by another name before."""
@@ -142,14 +147,16 @@ class Compression:
             check_choice(key, getattr(self, key), valid)
         for key, rule in INTEGERS.items():
             put(key, _integer_or_none(key, getattr(self, key), *rule))
-        for key, valid, rule in (("with_product", bool, ""), ("error_feedback", bool | None, ", or None")):
+        switches = (("with_product", bool, ""), ("error_feedback", bool | None, ", or None"), (BACKWARD, bool, ""))
+        for key, valid, rule in switches:
             if not isinstance(getattr(self, key), valid):
                 raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False{rule}")
         self._check_between_hosts()
-        if self.error_feedback:
-            check_feedback(self)
-            if self.with_product:
-                raise ValueError("error_feedback=True: with_product=True knows no errors; use one of the two")
+        for key in ("error_feedback", BACKWARD):
+            if getattr(self, key):
+                check_feedback(self, f"{key}=True: ")
+                if self.with_product:
+                    raise ValueError(f"{key}=True: with_product=True knows no errors; use one of the two")
 
     def _check_between_hosts(self) -> None:
         if self.between_hosts is None:

@@ -115,7 +115,14 @@ LIMITS = {
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
         ("model.post_norms", False, "the error of a sum does not pass the normalisation behind it"),
     ),
+    "backward_error_feedback": (
+        ("chains", 1, "the sums of one chain take errors along"),
+        ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
+        ("mesh.pp", 1, "stages hand no errors on"),
+    ),
 }
+# Setting of error feedback -> the codec of the sums that it is about.
+FED_BACK = {"error_feedback": "forward", "backward_error_feedback": "backward"}
 
 
 def _check_limits(config: TrainConfig) -> None:
@@ -123,10 +130,11 @@ def _check_limits(config: TrainConfig) -> None:
     for setting, limits in LIMITS.items():
         if not getattr(config.compression, setting):
             continue
-        if setting == "error_feedback" and config.compression.forward == "none" and not config.compression.plan:
+        codec = FED_BACK.get(setting)
+        if codec and getattr(config.compression, codec) == "none" and not config.compression.plan:
             raise ConfigError(
-                "compression.error_feedback=True: sums of compression.forward='none' lose nothing; set a codec, or "
-                "leave compression.error_feedback out"
+                f"compression.{setting}=True: sums of compression.{codec}='none' lose nothing; set a codec, or "
+                f"leave compression.{setting} out"
             )
         for key, limit, why in limits:
             value = get(config, key)

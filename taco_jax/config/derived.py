@@ -44,7 +44,7 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "chains put messages beside products for whole sequences only"
     if config.compression.with_product:
         return False, "sums in the kernels of their products are of whole sequences"
-    if config.compression.error_feedback:
+    if config.compression.error_feedback or config.compression.backward_error_feedback:
         return False, "sums with error feedback are of whole sequences"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
@@ -76,7 +76,9 @@ def with_compression(config: TrainConfig, codecs: str) -> TrainConfig:
         return dataclasses.replace(config, compression=compression)
     return dataclasses.replace(
         config,
-        compression=dataclasses.replace(compression, plan={}, between_hosts=None, error_feedback=False),
+        compression=dataclasses.replace(
+            compression, plan={}, between_hosts=None, error_feedback=False, backward_error_feedback=False
+        ),
         pipeline=dataclasses.replace(config.pipeline, forward="none", backward="none"),
         data_parallel=dataclasses.replace(config.data_parallel, gradients="none", parameters="none"),
     )

@@ -194,8 +194,9 @@ def _compression(text: str, value) -> Compression | None:
         raise type(error)(f"plan: {text}: {error}") from None
     if compression is None:
         return None
-    if compression.error_feedback:
-        raise ValueError(f"plan: {text}: error_feedback=True keeps errors from step to step, and a program that is not "
+    if compression.error_feedback or compression.backward_error_feedback:
+        key = "error_feedback" if compression.error_feedback else "backward_error_feedback"
+        raise ValueError(f"plan: {text}: {key}=True keeps errors from step to step, and a program that is not "
                          "ours has no place for them; leave it out")  # fmt: skip
     for codec in (*compression.codecs, *filter(None, [compression.between])):
         if codec.rounding == "stochastic":

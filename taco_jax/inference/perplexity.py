@@ -130,7 +130,7 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
     context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
 
     def layer(stream, index, of_layer, sites_of):
-        (x_BLD, error_BLD), power = stream, {}
+        (x_BLD, error_BLD, _), power = stream, {}
         for sublayer, site in zip(decoder.sublayers(config, par, causal(config, par), sites_of), ROWS):
             out = of_layer[sublayer.name][sublayer.out_name]
             h_BLD = column_input(sublayer.norm(x_BLD, of_layer[sublayer.norm_name]), par, {}, sublayer.in_site)

@@ -35,7 +35,7 @@ from taco_jax.models.overlap import (
     split_batch,
 )
 from taco_jax.models.params import count_params, init_params, param_specs
-from taco_jax.models.projections import State, init_stream
+from taco_jax.models.projections import ResidualStream, State, fed_column_input, init_stream
 from taco_jax.models.run_config import Parallel, own_rows, remat, use_replicated
 from taco_jax.nn import vocab_parallel
 from taco_jax.tensor_parallel import to_varying
@@ -48,6 +48,7 @@ __all__ = [
 Params = Mapping[str, Any]
 
 LAYER_SITES = ("layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down")
+NORMS_OF_SITES = {"attn_norm": "layers/attn/qkv", "mlp_norm": "layers/mlp/up", "final_norm": "head"}
 
 
 def site_names(config: ModelConfig, tp: int) -> tuple[str, ...]:
@@ -70,7 +71,12 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     params = use_replicated_params(params, config, par)
     x_BLD = embed(params, tokens_BL, config, par, state)
     documents_BL = documents(tokens_BL, par.end_token)
-    x_BLD = layers(params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, documents_BL=documents_BL)
+    stream = through_layers(
+        params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, documents_BL=documents_BL
+    )
+    x_BLD = stream.x_BLD
+    if par.feeds_gradients_back("head"):
+        x_BLD, _ = fed_column_input(x_BLD, stream.carrier_BLD, par, state, "head")
     return norm(x_BLD, params["final_norm"], config)
 
 
@@ -107,9 +113,21 @@ def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parall
     return x_BLD
 
 
-def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel, state: State,
-           documents_BL: jax.Array | None = None, windows: jax.Array | None = None) -> jax.Array:  # fmt: skip
-    """x_BLD after the layers of `stacked`, any number of the model's; made ready as in `embed`.
+def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, **others: Any) -> jax.Array:
+    """The x_BLD of `through_layers`, for stages.
+
+    Raises:
+      ValueError: gradients' sums are to take errors along, which stages do not hand on.
+    """
+    stream = through_layers(stacked, x_BLD, length, config, **others)
+    if stream.carrier_BLD is not None:
+        raise ValueError("backward_error_feedback=True: stages hand no errors on; leave it out, or use no stages")
+    return stream.x_BLD
+
+
+def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, par: Parallel, state: State,
+           documents_BL: jax.Array | None = None, windows: jax.Array | None = None) -> ResidualStream:  # fmt: skip
+    """The stream after the layers of `stacked`, any number of the model's; made ready as in `embed`.
 
     Args:
       length: L of the whole sequence.
@@ -127,12 +145,13 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
     with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
-        stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both))
-        if stream.error_BLD is not None:
+        column_sites = (*(sublayer.in_site for sublayer in both), "head")
+        stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both), column_sites)
+        if stream.error_BLD is not None or stream.carrier_BLD is not None:
             # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
             layer = remat(one_chain_layer(both, par), par.remat)
             one = lambda s, of: (layer(s, *of[:2], in_context(of[2])[0]), None)
-            return lax.scan(one, stream, (stacked, layer_state, windows))[0].x_BLD
+            return lax.scan(one, stream, (stacked, layer_state, windows))[0]
         if parts > 1 and not par.sequence_parallel:
             layer = overlapped_layer(both, par)
         else:
@@ -140,7 +159,7 @@ def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, 
         xs = split_batch(x_BLD, parts)
         one = lambda xs, of: (layer(xs, *of[:2], in_context(of[2])), None)
         xs, _ = lax.scan(one, xs, (stacked, layer_state, windows))
-    return join_batch(xs)
+    return ResidualStream(join_batch(xs))
 
 
 def sublayers(
@@ -223,14 +242,16 @@ def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) ->
     """The parameters, those that are whole on every rank made varying where they meet values that differ between ranks.
 
     With whole sequences these are the weights of replicated kv heads and of qk-norm; under sequence parallelism also
-    every norm and every bias added after a reduction. (Learned positions take `own_rows`.)
+    every norm and every bias added after a reduction. (Learned positions take `own_rows`.) Norms before products whose
+    input gradients are fed back are among them: each rank has its own part of their gradients.
     """
     tp = lax.axis_size(par.axis)
-    in_heads = {"q_norm", "k_norm"} | ({"k", "v"} if kv_replicated(config, tp) else set())
+    alone = {"q_norm", "k_norm"} | ({"k", "v"} if kv_replicated(config, tp) else set())
+    alone |= {name for name, site in NORMS_OF_SITES.items() if par.feeds_gradients_back(site)}
 
     def use(path, param, spec):
         names = [entry.key for entry in path]
-        meets_varying = names[0] != "embed" and (par.sequence_parallel or in_heads & set(names))
+        meets_varying = names[0] != "embed" and (par.sequence_parallel or alone & set(names))
         return use_replicated(param, par.axis, "/".join(names)) if meets_varying and not any(spec) else param
 
     return jax.tree_util.tree_map_with_path(use, params, param_specs(config, tp, par.axis))

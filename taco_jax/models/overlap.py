@@ -49,6 +49,7 @@ from taco_jax.models.projections import (
     State,
     add_bias,
     column_input,
+    fed_column_input,
     reduce_partials,
     row_parallel,
     row_partial,
@@ -106,18 +107,22 @@ def join_batch(xs: tuple[jax.Array, ...]) -> jax.Array:
 def one_chain_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
     """Returns the layer of a whole batch: (stream, params, state, shared) -> the stream after it.
 
-    The stream carries the error of error feedback along.
+    The stream carries the errors of error feedback along.
     """
 
     def layer(stream: ResidualStream, params: Any, state: State, shared: Any) -> ResidualStream:
-        x_BLD, error_BLD = stream
+        x_BLD, error_BLD, carrier_BLD = stream
         for sublayer in sublayers:
             out = params[sublayer.name][sublayer.out_name]
-            h_BLD = column_input(sublayer.norm(x_BLD, params[sublayer.norm_name]), par, state, sublayer.in_site)
+            if carrier_BLD is not None and par.feeds_gradients_back(sublayer.in_site):
+                own_BLD, carrier_BLD = fed_column_input(x_BLD, carrier_BLD, par, state, sublayer.in_site)
+                h_BLD = sublayer.norm(own_BLD, params[sublayer.norm_name])
+            else:
+                h_BLD = column_input(sublayer.norm(x_BLD, params[sublayer.norm_name]), par, state, sublayer.in_site)
             u_BLF = sublayer.core(h_BLD, params[sublayer.name], shared)
             sum_BLD, error_BLD = row_parallel(u_BLF, out["kernel"], error_BLD, par, state=state, site=sublayer.out_site)
             x_BLD += sublayer.branch(sum_BLD, sublayer.branch_params(params))
-        return ResidualStream(x_BLD, error_BLD)
+        return ResidualStream(x_BLD, error_BLD, carrier_BLD)
 
     return layer
 

@@ -7,6 +7,12 @@ stream:
 
 Whatever the depth, x is then off by the last sum's error, which `finish_stream` adds where it is worth a message.
 
+The gradient of the stream has its errors too, of the sums of the column-parallel products' input gradients. Fed back
+they travel in the other direction, as the cotangents of a carrier that has no values (`fed_column_input`). The sums
+are then of gradients of x itself, each rank's own taken through the normalisation before it is sent:
+
+    g_n, e_n = gradient, 0     (z_i, e_i) = sum with feedback of (J_norm(x_i)^T dh_i, e_{i+1})     g_i = g_{i+1} + z_i
+
 Dims: B batch, L length, D model, F the products' local output widths, added up.
 """
 
@@ -26,6 +32,7 @@ from taco_jax.models.run_config import Parallel
 from taco_jax.tensor_parallel import (
     column_product,
     copy_to_tp,
+    copy_with_feedback,
     gather_from_sp,
     loses,
     reduce_from_tp,
@@ -61,6 +68,17 @@ def column_input(x_BLD: jax.Array, par: Parallel, state: State, site: str) -> ja
     if par.sequence_dim is None:
         return copy_to_tp(*arguments, site=site)
     return gather_from_sp(*arguments, dim=par.sequence_dim, site=site)
+
+
+def fed_column_input(x_BLD: jax.Array, carrier_BLD: jax.Array, par: Parallel, state: State,
+             site: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns (the residual stream, to be normalised for column-parallel products, the carrier).
+
+    Sends one message in the backward pass, with the errors of the sums before it. The normalisation's parameters must
+    vary over the axis (`decoder.use_replicated_params`).
+    """
+    arguments = par.axis, carrier_BLD, par.compression(site), state.get(site)
+    return copy_with_feedback(x_BLD.astype(par.dtype), *arguments, site=site)
 
 
 def fuses_product(par: Parallel, site: str) -> bool:
@@ -131,22 +149,29 @@ def add_bias(y: jax.Array, dense: Dense) -> jax.Array:
 
 
 class ResidualStream(NamedTuple):
-    """x_BLD and this rank's error_BLD in par.dtype, None where no sum leaves one."""
+    """x_BLD and this rank's error_BLD in par.dtype, None where no sum leaves one.
+
+    carrier_BLD: zeros, whose cotangents are the errors of the gradients' sums; None where these are not fed back.
+    """
 
     x_BLD: jax.Array
     error_BLD: jax.Array | None = None
+    carrier_BLD: jax.Array | None = None
 
 
-def init_stream(x_BLD: jax.Array, par: Parallel, row_sites: Iterable[str]) -> ResidualStream:
-    """Returns the stream before the sums of row_sites, which are of x's shape in par.dtype."""
-    if not any(loses(x_BLD.shape, par.dtype, par.axis, par.compression(site)) for site in row_sites):
-        return ResidualStream(x_BLD)
-    return ResidualStream(x_BLD, to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis}))
+def init_stream(
+    x_BLD: jax.Array, par: Parallel, row_sites: Iterable[str], column_sites: Iterable[str] = ()
+) -> ResidualStream:
+    """Returns the stream before the sums of row_sites and the gradients' of column_sites, of x's shape in par.dtype."""
+    zeros = lambda: to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis})
+    lost = any(loses(x_BLD.shape, par.dtype, par.axis, par.compression(site)) for site in row_sites)
+    fed = any(map(par.feeds_gradients_back, column_sites))
+    return ResidualStream(x_BLD, zeros() if lost else None, zeros() if fed else None)
 
 
 def finish_stream(stream: ResidualStream, par: Parallel, site: str) -> jax.Array:
     """Returns x and what the sums before it lost: one exact message of x's size, none where there is no error."""
-    x_BLD, error_BLD = stream
+    x_BLD, error_BLD, _ = stream
     if error_BLD is None:
         return x_BLD
     comm_log.exact(site, "forward", "psum", par.axis, error_BLD, kind="activation")

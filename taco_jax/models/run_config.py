@@ -57,13 +57,14 @@ class Parallel:
             raise ValueError(f"remat={self.remat!r}: must be one of {', '.join(REMAT)}")
         if type(self.chains) is not int or self.chains < 1:
             raise ValueError(f"chains={self.chains!r}: must be an int of at least 1, such as 2")
-        fed_back = [site for site, c in self.plan if c is not None and c.error_feedback]
-        for key, limit in (("sequence_parallel", False), ("chains", 1)):
-            if fed_back and getattr(self, key) != limit:
-                raise ValueError(
-                    f"{key}={getattr(self, key)!r}: error_feedback (site {fed_back[0]!r}) is for whole sequences in "
-                    f"one chain; set {key}={limit}, or leave error_feedback out"
-                )
+        for setting in ("error_feedback", "backward_error_feedback"):
+            fed_back = [site for site, c in self.plan if c is not None and getattr(c, setting)]
+            for key, limit in (("sequence_parallel", False), ("chains", 1)):
+                if fed_back and getattr(self, key) != limit:
+                    raise ValueError(
+                        f"{key}={getattr(self, key)!r}: {setting} (site {fed_back[0]!r}) is for whole sequences in "
+                        f"one chain; set {key}={limit}, or leave {setting} out"
+                    )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")
 
@@ -77,6 +78,11 @@ class Parallel:
         if plan and site not in plan:
             raise KeyError(f"site {site!r} is not in the plan, which has {', '.join(plan)}; resolve it for all sites")
         return plan.get(site)
+
+    def feeds_gradients_back(self, site: str) -> bool:
+        """Returns whether the sum of a site's input gradients takes errors along."""
+        compression = dict(self.plan).get(site)
+        return compression is not None and compression.backward_error_feedback
 
     @property
     def sequence_dim(self) -> int | None:

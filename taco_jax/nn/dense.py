@@ -58,6 +58,10 @@ class Dense:
                 "compression.error_feedback=True: a layer by itself hands no error on; leave it out, or sum with "
                 "taco_jax.psum_with_feedback"
             )
+        if compression is not None and compression.backward_error_feedback:
+            raise ValueError(
+                "compression.backward_error_feedback=True: a layer by itself hands no error on; leave it out"
+            )
         object.__setattr__(self, "compression", compression)
         object.__setattr__(self, "site", self.site or self.kind)
         if self.batch_axes is not None:

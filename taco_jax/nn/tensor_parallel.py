@@ -26,15 +26,23 @@ from taco_jax.compression.compression import as_compression
 from taco_jax.compression.site_scales import SiteScales
 
 __all__ = [
-    "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "gather_from_sp",
-    "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product", "scatter_to_sp",
-    "start_sum", "to_varying",
+    "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "copy_with_feedback",
+    "gather_from_sp", "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product",
+    "scatter_to_sp", "start_sum", "to_varying",
 ]  # fmt: skip
 
 
 def copy_to_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:
     """f: x as it is (invarying -> varying over `axis`); its cotangent is summed over the ranks (backward codec)."""
     return collectives.copy(x, axis, compression=compression, scales=scales, site=site)
+
+
+def copy_with_feedback(
+    x, axis: str, carrier: jax.Array, compression=None, scales: SiteScales | None = None, *, site: str = ""
+) -> tuple[jax.Array, jax.Array]:
+    """(`copy_to_tp` of x, the carrier), on which the errors of the gradients' sums travel; see
+    `collectives.error_feedback`."""
+    return collectives.copy_with_feedback(x, axis, carrier, compression=compression, scales=scales, site=site)
 
 
 def reduce_from_tp(x, axis: str, compression=None, scales: SiteScales | None = None, *, site: str = "") -> jax.Array:

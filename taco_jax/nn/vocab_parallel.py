@@ -98,16 +98,17 @@ def cross_entropy(
     of each rank's maximum, sum and target logit, 12 bytes a token and rank (site `site`/softmax).
 
     Args:
-      x_BLD: the model's output, the same on all ranks, or the rank's part of dim `sequence_dim` of it.
+      x_BLD: the model's output, the same on all ranks, or the rank's part of dim `sequence_dim` of it. Of
+        a whole one that varies over the axis already the caller sums the gradient.
       head_DV: local columns, cast to x's dtype for the product; its gradient has its own dtype.
       targets_BL: integer ids of the whole sequence. One outside [0, vocab_size) with a weight makes the sum NaN.
       weights_BL: float; 0 leaves a token out whatever its target. No gradient flows into it.
       softcap: c of logits that are `c tanh(x @ head / c)`; None for plain ones.
     """
     check_region(axis, "cross_entropy")
-    if sequence_dim is None:
+    if sequence_dim is None and axis not in varying_axes(x_BLD):
         x_BLD = copy_to_tp(x_BLD, axis, compression, scales, site=site)
-    else:
+    elif sequence_dim is not None:
         x_BLD = gather_from_sp(x_BLD, axis, compression, scales, dim=sequence_dim, site=site)
     if x_BLD.shape[:-1] != targets_BL.shape or targets_BL.shape != weights_BL.shape:
         raise ValueError(
@@ -150,9 +151,9 @@ def logits(
     softcap: as in `cross_entropy`. Gathers the logits exactly (site `site`/logits).
     """
     check_region(axis, "logits")
-    if sequence_dim is None:
+    if sequence_dim is None and axis not in varying_axes(x_BLD):
         x_BLD = copy_to_tp(x_BLD, axis, compression, scales, site=site)
-    else:
+    elif sequence_dim is not None:
         x_BLD = gather_from_sp(x_BLD, axis, compression, scales, dim=sequence_dim, site=site)
     logits_BLV = _capped(_product(x_BLD, head_DV.astype(x_BLD.dtype), precision), softcap)
     whole = lax.all_gather(logits_BLV, axis, axis=logits_BLV.ndim - 1, tiled=True, to="invarying")

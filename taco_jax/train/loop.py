@@ -203,7 +203,9 @@ class Run:
         parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
-        fed = "; error feedback in tp forward" if config.compression.error_feedback else ""
+        ways = {"forward": config.compression.error_feedback, "backward": config.compression.backward_error_feedback}
+        fed = ", ".join(way for way, is_fed in ways.items() if is_fed)
+        fed = f"; error feedback in tp {fed}" if fed else ""
         say(
             f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
             f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"

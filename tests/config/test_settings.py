@@ -146,6 +146,18 @@ def test_the_floor_of_the_learning_rate_follows_it():
             {"compression.error_feedback": True, "sequence_parallel": True},
             "compression.error_feedback=True: is never used with sequence_parallel=True",
         ),
+        (
+            {"compression.backward_error_feedback": True, "compression.backward": "none"},
+            "compression.backward_error_feedback=True: sums of compression.backward='none' lose nothing; set a codec",
+        ),
+        (
+            {"compression.backward_error_feedback": True, "mesh.pp": 2},
+            "compression.backward_error_feedback=True: is never used with mesh.pp=2 (stages hand no errors on)",
+        ),
+        (
+            {"compression.backward_error_feedback": True, "sequence_parallel": True},
+            "compression.backward_error_feedback=True: is never used with sequence_parallel=True",
+        ),
         ({"mesh.devices_per_host": 0}, "mesh.devices_per_host=0: must be at least 1, or None"),
         (
             {"mesh.dp": 8, "mesh.devices_per_host": 3},

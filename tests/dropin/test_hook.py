@@ -55,6 +55,10 @@ def nothing_stays_in_force():
         ),
         ({"tensor": {"*mlp*": {"*": "int8h"}}}, r"plan: tensor: '\*mlp\*': a pattern has a codec"),
         ({"tensor": taco_jax.Compression("int8h", error_feedback=True)}, "tensor: error_feedback=True keeps errors"),
+        (
+            {"tensor": taco_jax.Compression("int8h", backward_error_feedback=True)},
+            "tensor: backward_error_feedback=True keeps errors",
+        ),
         ({"tensor": "int8h,rounding=stochastic"}, "tensor: rounding='stochastic' needs a new key at every step"),
         ({"tensor": "e4m3,scale=site"}, "tensor: scale='site' needs scales that are calibrated"),
         ({"tensor": {}}, r"plan: tensor: \{\}: names nothing"),

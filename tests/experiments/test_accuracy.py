@@ -226,15 +226,18 @@ def test_runs_go_on_after_one_that_fails_and_are_kept(study, tokens, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    "part,forward,backward,fed",
+    "part,forward,backward,fed,fed_backward",
     [
-        ("none", "none", "none", False), ("float32", "none", "none", False), ("int8h", "int8h", "int8h", False),
-        ("int4h_fed:int6h", "int4h", "int6h", True), ("int6h:none", "int6h", "none", False),
+        ("none", "none", "none", False, False), ("float32", "none", "none", False, False),
+        ("int8h", "int8h", "int8h", False, False), ("int4h_fed:int6h", "int4h", "int6h", True, False),
+        ("int6h:none", "int6h", "none", False, False), ("int4h_fed", "int4h", "int4h", True, False),
+        ("int4h_fed:int4h_fed", "int4h", "int4h", True, True), ("int6h:int4h_fed", "int6h", "int4h", False, True),
     ],
 )  # fmt: skip
-def test_what_a_row_sends(study, part, forward, backward, fed):
+def test_what_a_row_sends(study, part, forward, backward, fed, fed_backward):
     c = study.configured(TrainConfig(), part).compression
     assert (c.forward, c.backward, c.error_feedback) == (forward, backward, fed)
+    assert c.backward_error_feedback is fed_backward
 
 
 @pytest.mark.parametrize(
@@ -271,6 +274,7 @@ def test_bad_input_is_one_line_and_exit_code_2(study, arguments, message, tmp_pa
         (["--data.train", "austen"], "set --tokens"),
         (["--checkpoint.enabled"], "a run's folder is gone after it"),
         (["--compression.no-error-feedback"], "name a row, such as int4h_fed:int6h"),
+        (["--compression.backward_error_feedback"], "name a row, such as int4h_fed:int6h"),
         (["--stop-after", "2"], "set --steps"),
     ],
 )

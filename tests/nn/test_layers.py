@@ -241,6 +241,10 @@ BAD_ARGUMENTS = [
         {"compression": taco_jax.Compression("int4h", error_feedback=True)},
         "error_feedback=True: a layer by itself hands no error",
     ),
+    (
+        {"compression": taco_jax.Compression("int4h", backward_error_feedback=True)},
+        "compression.backward_error_feedback=True: a layer by itself hands no error",
+    ),
     ({"axis": "tpx"}, "axis='tpx' is unknown: did you mean 'tp'"),
     ({"out_features": 30}, "out_features=30: .* 4 devices of axis 'tp', .* try 28 or 32, or an axis of 1, 2, .*30 dev"),
     ({"kind": "row", "out_features": 30, "features": 66}, r"in_features=66: .* try 64 or 68"),
