@@ -101,7 +101,7 @@ class _Reader(Checkpoints):
     def open(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns (record, parameters as Orbax describes them, by name). Raises CheckpointError for damaged files."""
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
-        record = self._record(step)
+        record = self.record(step)
         self._check_complete(step, record, meta)
         tree = self._readable(step, lambda: getattr(meta["state"], "tree", meta["state"])["params"])
         return record, by_name(tree)

@@ -23,6 +23,7 @@ from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
 from taco_jax.models.blocks import Attend, attention, causal, kv_replicated, mlp, norm, rope_angles
 from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.lora import Adapted, use_replicated_adapter
 from taco_jax.models.overlap import (
     Sublayer,
     chain_count,
@@ -187,17 +188,22 @@ def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) ->
     """The parameters, those that are whole on every rank made varying where they meet values that differ between ranks.
 
     With whole sequences these are the weights of replicated kv heads and of qk-norm; under sequence parallelism also
-    every norm and every bias added after a reduction. (Learned positions take `own_rows`.)
+    every norm and every bias added after a reduction. (Learned positions take `own_rows`.) Of adapters it is
+    always the one of both matrices that is not cut.
     """
     tp = lax.axis_size(par.axis)
     in_heads = {"q_norm", "k_norm"} | ({"k", "v"} if kv_replicated(config, tp) else set())
 
     def use(path, param, spec):
         names = [entry.key for entry in path]
+        if isinstance(param, Adapted):
+            param = use_replicated_adapter(param, spec, par.axis, "/".join(names[:-1]))
+            return param._replace(kernel=use(path, param.kernel, spec))
         meets_varying = names[0] != "embed" and (par.sequence_parallel or in_heads & set(names))
         return use_replicated(param, par.axis, "/".join(names)) if meets_varying and not any(spec) else param
 
-    return jax.tree_util.tree_map_with_path(use, params, param_specs(config, tp, par.axis))
+    specs = param_specs(config, tp, par.axis)
+    return jax.tree_util.tree_map_with_path(use, params, specs, is_leaf=lambda node: isinstance(node, Adapted))
 
 
 def _varying(tree: Any) -> frozenset[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
+BASE = "base"
 LOCK = ".lock"
 # What one resumed run may change without a word: how it is run, not what it computes.
 _UNREMARKABLE = (
@@ -90,7 +91,7 @@ def _open(config: TrainConfig) -> list[str]:
         probe.touch()
         probe.unlink()
         changed = _changed(read_config(path), now)
-        model = [text for key, text in changed.items() if key.startswith("model.")]
+        model = [text for key, text in changed.items() if key.startswith(("model.", "lora."))]
         if model:
             source = read_config(path).get("init_from")
             again = f" (--init-from {source} again)" if source is not None and config.init_from is None else ""
@@ -126,8 +127,12 @@ def read_config(path: Path) -> dict:
 
 
 def _changed(old: dict, new: dict) -> dict[str, str]:
-    """{key: "key old -> new"} of the fields that differ; fields that only one side has count as different."""
-    before, after = flatten(old), flatten(new)
+    """{key: "key old -> new"} of the fields that differ.
+
+    A field that `old` lacks, which an earlier version wrote, has its default: a new field changes nothing by itself. A
+    field that `new` lacks counts as different.
+    """
+    before, after = flatten(to_dict(TrainConfig())) | flatten(old), flatten(new)
     missing = "(absent)"
     return {
         key: f"{key} {before.get(key, missing)} -> {after.get(key, missing)}"
