@@ -119,8 +119,8 @@ def missing(folder: Path) -> str:
 
 def other(folder: Path) -> str:
     return (
-        f"{folder}: holds other weights than those that the checkpoint's adapters were trained with; copy back those of "
-        f"the run, or use another run"
+        f"{folder}: holds other weights than those that the checkpoint's adapters were trained with; copy back those "
+        f"of the run, or use another run"
     )
 
 
