@@ -253,7 +253,10 @@ def _write_adapters(run: RunFolder, folder: Path, dtype: np.dtype, say: Any) -> 
     from taco_jax.inference import export_adapters as adapters
     from taco_jax.inference.model_folder import read_object
 
-    arrays, base = adapters.tensors(run, dtype), adapters.base_of(read_object(run.model_files / "source.json", False))
+    arrays, base = (
+        adapters.tensors(run, dtype),
+        adapters.base_of(read_object(run.model_files / "source.json", needed=False)),
+    )
     _save(arrays, folder / adapters.WEIGHTS)
     say(f"{adapters.WEIGHTS}: {len(arrays)} tensors of adapters in {dtype.name}")
     if base is None:

@@ -5,8 +5,8 @@
     config, params = load_run("runs/x@340")    # all of them, in the host's memory
 
 Every array is compared with its digest in the checkpoint's record. Nothing in the folder is changed, so a run may be
-working in it. The optimiser's state, site scales and the ranks' copies are not read. A run of adapters is one model: the
-weights in its folder `base`, the adapters of the checkpoint merged into them.
+working in it. The optimiser's state, site scales and the ranks' copies are not read. A run of adapters is one model:
+the weights in its folder `base`, the adapters of the checkpoint merged into them.
 """
 
 from __future__ import annotations

@@ -1,18 +1,31 @@
 """Adapters: gradients against one device and against dense matrices, what is sent and held, and whole runs."""
 
 import dataclasses
+import re
 import zlib
 
 import jax
 import numpy as np
 import pytest
-from model_helpers import QWEN2, assert_gradients_close, by_path
+from model_helpers import GPT2, QWEN2, assert_gradients_close, by_path, compare_replicas
 from pipeline_programs import EXACT, batch, on, program
 
 from taco_jax.collectives import comm_log
-from taco_jax.config import LoraConfig
+from taco_jax.config import (
+    CompressionConfig,
+    ConfigError,
+    DataParallelConfig,
+    LoraConfig,
+    OptimizerConfig,
+    cli,
+)
 from taco_jax.config import pipeline_schedule as schedule_of
+from taco_jax.config.checks import check
+from taco_jax.config.lora import MATRICES
+from taco_jax.models import lora
+from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.pipeline import layout
+from taco_jax.train import dry_run
 
 RANK = 4
 MODEL = dataclasses.replace(QWEN2, n_layers=4)
@@ -54,16 +67,29 @@ def gradients(config, start=None):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Loss and gradients of a configuration on one device, made once."""
+    """Loss, gradients and compiled program of a configuration on one device, made once."""
     made = {}
 
     def of(config):
-        key = repr(config)
-        if key not in made:
-            made[key] = gradients(on(config))[:2]
-        return made[key]
+        if repr(config) not in made:
+            loss, grads, _, compiled = gradients(on(config))
+            made[repr(config)] = loss, grads, compiled
+        return made[repr(config)]
 
     return of
+
+
+def of_the_base(tp: int) -> set[tuple[int, ...]]:
+    """Shapes of the gradients of the model's kernels on a device: out; down; gate and up; q, k and v; the head."""
+    d, f, query, kv = MODEL.d_model, MODEL.d_mlp, 64, 16
+    columns = 2 * f, query + 2 * kv, pad_vocab(MODEL.vocab_size, tp)
+    return {(query // tp, d), (f // tp, d), *((d, n // tp) for n in columns)}
+
+
+def products(compiled) -> set[tuple[int, ...]]:
+    """Shapes of the results of all matrix products in a compiled program."""
+    found = re.findall(r" = \w+\[([\d,]*)\]\S* dot\(", compiled.as_text())
+    return {tuple(map(int, dims.split(","))) for dims in found}
 
 
 def dense_gradients(config):
@@ -82,7 +108,9 @@ def dense_gradients(config):
         place = lambda path, a: jax.device_put(merged["/".join(k.key for k in path)], a.sharding)
         return dataclasses.replace(zeros, params=jax.tree_util.tree_map_with_path(place, full.state_shapes.params))
 
-    loss, of_matrices, *_ = gradients(on(dataclasses.replace(config, lora=LoraConfig())), start_merged)
+    full = on(dataclasses.replace(config, lora=LoraConfig()))
+    loss, of_matrices, _, compiled = gradients(full, start_merged)
+    assert of_the_base(1) <= products(compiled)
     want = {}
     for name in targets:
         d = of_matrices[f"{name}/kernel"].astype(np.float64)
@@ -93,7 +121,8 @@ def dense_gradients(config):
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(SOME, marks=pytest.mark.slow)])
 def test_gradients_equal_those_of_dense_matrices(config, alone):
-    (loss, grads), (want_loss, want) = alone(config), dense_gradients(config)
+    (loss, grads, compiled), (want_loss, want) = alone(config), dense_gradients(config)
+    assert not of_the_base(1) & products(compiled)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert_gradients_close(grads, want, exact=True)
 
@@ -101,19 +130,98 @@ def test_gradients_equal_those_of_dense_matrices(config, alone):
 SLOW = pytest.mark.slow
 MESHES = [
     # tp 4 of 2 kv heads: those are whole on every rank.
-    pytest.param(CONFIG, dict(dp=2, tp=4), id="replicated kv heads"),
+    pytest.param(CONFIG, dict(dp=2, tp=4, chains=2, remat="dots"), id="chains, replicated kv heads"),
+    pytest.param(CONFIG, dict(pp=2, tp=2, schedule="1f1b"), id="1f1b"),
     pytest.param(CONFIG, dict(tp=2, sequence_parallel=True, remat="full", accumulation=2), id="sequence", marks=SLOW),
-    pytest.param(CONFIG, dict(tp=2, chains=2, remat="none"), id="chains", marks=SLOW),
-    pytest.param(SOME, dict(tp=2, chains=2, remat="dots"), id="chains of some"),
+    pytest.param(CONFIG, dict(dp=2, tp=2, chains=2), id="chains", marks=SLOW),
+    pytest.param(SOME, dict(tp=2, chains=2, remat="full"), id="chains of some", marks=SLOW),
+    pytest.param(SOME, dict(pp=2, tp=2, schedule="1f1b", chains=2), id="1f1b of some", marks=SLOW),
     pytest.param(CONFIG, dict(pp=2, tp=2, remat="dots", sequence_parallel=True), id="gpipe", marks=SLOW),
     pytest.param(CONFIG, dict(dp=2, pp=2, tp=2, schedule="circular"), id="circular", marks=SLOW),
-    pytest.param(CONFIG, dict(pp=2, tp=2, schedule="1f1b"), id="1f1b"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("config, mesh", MESHES)
 def test_gradients_equal_those_of_one_device(config, mesh, alone):
-    loss, grads, *_ = gradients(on(config, **mesh))
-    want_loss, want = alone(config)
+    """And those of the base are not computed: not of matrices without an adapter either, nor of the head's, which is
+    taken in the forward pass."""
+    loss, grads, _, compiled = gradients(on(config, **mesh))
+    want_loss, want, _ = alone(config)
+    assert mesh["tp"] > 2 or not of_the_base(mesh["tp"]) & products(compiled)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert_gradients_close(grads, want, exact=True)
+
+
+def test_only_adapters_have_gradients_moments_and_messages():
+    """dp 2 x tp 2: what is held, what is summed over dp, and which messages adapters add over tp."""
+    full = dataclasses.replace(CONFIG, lora=LoraConfig())
+    p, without = program(on(CONFIG, dp=2, tp=2)), program(on(full, dp=2, tp=2))
+    d, f, kv, query = MODEL.d_model, MODEL.d_mlp, 16, 64
+    # A and B of q, k, v, gate, up; of out, down. On a device whole, or half of it.
+    local = RANK * (5 * d + (query + 2 * kv + 2 * f) // 2 + (query + f) // 2 + 2 * d) * MODEL.n_layers
+    assert p.data_parallel.gradient_bytes == dry_run.local_bytes(p.state_shapes.params) == 4 * local
+    assert dry_run.local_bytes(p.state_shapes.opt_state) == 2 * 4 * local + 2 * 4  # and two counts
+    assert dry_run.local_bytes(p.state_shapes.base) == dry_run.local_bytes(without.state_shapes.params)
+
+    rows = {(row.site, row.direction): row for row in p.table.rows()}
+    before = {(row.site, row.direction): row for row in without.table.rows()}
+    assert rows["dp/grads", "backward"].elements == local < before["dp/grads", "backward"].elements / 4
+    # The layers' messages are those of before; each whole A or B has its gradient summed once.
+    more = {site: row.elements for (site, _), row in rows.items() if (site, _) not in before}
+    a, b = (f"layers/{{}}/lora_{x}/grad" for x in "ab")
+    columns, row_wise = ("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up"), ("attn/out", "mlp/down")
+    want = {a.format(name): RANK * d * MODEL.n_layers for name in columns}
+    assert more == want | {b.format(name): RANK * d * MODEL.n_layers for name in row_wise}
+    same = before.keys() - {("dp/grads", "backward")}
+    assert all((rows[key].elements, rows[key].bytes) == (before[key].elements, before[key].bytes) for key in same)
+
+
+@pytest.mark.slow
+def test_a_step_changes_adapters_alone():
+    """With ZeRO-1, a compressed copy and a codec on every axis; all ranks hold the same after it."""
+    changes = dict(compression=CompressionConfig("int8h", "int8h", min_bytes=0), optimizer=OptimizerConfig(1e-2))
+    zero1 = DataParallelConfig(zero1=True, gradients="int8h", parameters="int8h")
+    p = program(on(CONFIG, dp=2, tp=2, data_parallel=zero1, steps=3, **changes))
+    start, tokens = p.init(jax.random.key(0)), batch(p)
+    base, first = by_path(start.base), by_path(start.copy)
+    assert all(not leaf.any() for name, leaf in first.items() if name.endswith("lora_b"))
+    losses = []
+    for _ in range(3):
+        start, metrics = p.step(start, tokens)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0] - 1e-3
+    for name, leaf in by_path(start.base).items():
+        np.testing.assert_array_equal(leaf, base[name], err_msg=name)
+    assert all((leaf != first[name]).any() for name, leaf in by_path(start.copy).items())
+    assert compare_replicas((start.base, start.copy))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--lora.rank", "0"], r"lora.rank=0: must be at least 1, or None to train the model's own weights"),
+        (["--lora.rank", "4", "--lora.targets", "q_prj"], r"lora.targets='q_prj': did you mean 'q_proj'\? .one of .*"),
+        (["--lora.rank", "4", "--lora.alpha", "0"], r"lora.alpha=0.0: must be above 0 and finite"),
+        (["--lora.alpha", "4"], r"lora.alpha=4.0: is used with lora.rank alone; set that too, .*"),
+        (["--lora.targets", "attn/q"], r"lora.targets=\('attn/q',\): is used with lora.rank alone; .*"),
+        (["--lora.rank", "17"], r"lora.rank=17: is above that of attn/k, a matrix of 32 x 16; use at most 16, or .*"),
+        (["--lora.rank", "4", "--model.no-gated-mlp", "--lora.targets", "gate_proj"],
+         r"lora.targets='mlp/gate': the model has no such matrix; try attn/q, .*"),
+        (["--lora.rank", "4", "--compression.forward", "int8h", "--compression.with-product"],
+         r"compression.with_product=True: is never used with lora.rank=4 .*"),
+        (["--lora.rank", "4", "--init-from", "x", "--init-optimizer"], r"init_optimizer=True: adapters .*rank=4.*"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line(flags, message):
+    full = dataclasses.replace(CONFIG, lora=LoraConfig())
+    with pytest.raises(ConfigError, match=f"^{message}$") as error:
+        check(cli.parse_flags(full, flags, prog="", description=""))
+    assert "\n" not in str(error.value)
+
+
+def test_names_of_targets():
+    named = lambda *targets: LoraConfig(4, targets=targets).named
+    assert named("q_proj", "down_proj") == named("mlp/down", "attn/q") == ("attn/q", "mlp/down")
+    assert named("c_attn", "q_proj") == ("attn/q", "attn/k", "attn/v")
+    assert lora.Adapters.of(LoraConfig(4), GPT2).targets == MATRICES[:4] + MATRICES[5:]
+    assert lora.Adapters.of(LoraConfig(4), QWEN2) == lora.Adapters(4, 2.0, MATRICES)

@@ -1,0 +1,212 @@
+"""Runs of adapters: what they leave in their folder, how they go on, what reads and exports them. transformers and PEFT
+say what the exported files are."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import VOCAB, reference_logits, save
+from helpers import make_mesh
+from model_helpers import by_path
+from programs import shared_programs
+
+from taco_jax import load_run
+from taco_jax.config import (
+    CompressionConfig,
+    ConfigError,
+    DataConfig,
+    DataParallelConfig,
+    EvalConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from taco_jax.inference.export import export
+from taco_jax.inference.run_folder import open_run
+from taco_jax.models.params import param_specs
+from taco_jax.train import dry_run, init_from
+from taco_jax.train.loop import train
+from taco_jax.train.step import build
+
+torch = pytest.importorskip("torch", reason="the reference: pip install 'taco-jax[test]'")
+transformers = pytest.importorskip("transformers", reason="the reference: pip install 'taco-jax[test]'")
+
+LENGTH = 32
+EXACT = TrainConfig(
+    lora=LoraConfig(4, alpha=12.0),
+    mesh=MeshConfig(dp=2, tp=2),
+    compression=CompressionConfig("none", "none"),
+    data_parallel=DataParallelConfig(zero1=True, gradients="none", parameters="none"),
+    optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
+    compute_dtype="float32",
+    steps=4,
+    global_batch=8,
+    evaluation=EvalConfig(batches=1),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    with shared_programs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "ids.u16.bin"
+    np.random.default_rng(0).integers(0, VOCAB // 8, 64 * LENGTH + 1).astype("<u2").tofile(path)
+    return DataConfig(str(path), str(path), sequence_length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tokens):
+    """(the run, its transformers model without adapters, losses of its steps) of a source's name, made once."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+
+    def of(name):
+        if name not in made:
+            model = save(name, folder / f"{name}_source")
+            config = dataclasses.replace(
+                EXACT, init_from=str(folder / f"{name}_source"), workdir=str(folder / name), data=tokens
+            )
+            train(config)
+            made[name] = folder / name, model, losses(folder / name)
+        return made[name]
+
+    return of
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_its_own_folder(trained, tokens, tmp_path):
+    """Stopped after 2 steps and moved, its source gone, it ends where a run in one go does, to the bit."""
+    run, _, want = trained("llama")
+    source = tmp_path / "source"
+    shutil.copytree(run.parent / "llama_source", source)
+    config = dataclasses.replace(EXACT, init_from=str(source), workdir=str(tmp_path / "a"), data=tokens, stop_after=2)
+    train(config)
+    shutil.rmtree(source)
+    (tmp_path / "a").rename(tmp_path / "b")
+    train(dataclasses.replace(config, workdir=str(tmp_path / "b"), stop_after=None))
+    assert losses(tmp_path / "b") == want and want[3] < want[0] - 0.1
+    first, second = (by_path(load_run(path)[1]) for path in (run, tmp_path / "b"))
+    assert all((first[name] == second[name]).all() for name in first)
+
+    # Checkpoints have adapters alone; the base lies in the folder once.
+    size = lambda folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert size(tmp_path / "b" / "checkpoints" / "4" / "state") < size(tmp_path / "b" / "base" / "0" / "state")
+    opened = open_run(tmp_path / "b")
+    assert {name.rpartition("/")[2] for name in opened.trained.shapes} == {"lora_a", "lora_b"}
+
+    refused = lambda message: pytest.raises(ConfigError, match=message)
+    again = dataclasses.replace(config, workdir=str(tmp_path / "b"), stop_after=None)
+    with refused(r"holds another model \(lora.alpha 12.0 -> 6.0\)"):
+        train(dataclasses.replace(again, lora=LoraConfig(4, alpha=6.0)))
+    with refused(r"holds another model \(lora.rank 4 -> None, lora.alpha 12.0 -> None\)"):
+        train(dataclasses.replace(again, lora=LoraConfig()))
+    base = tmp_path / "b" / "base"
+    base.rename(tmp_path / "base")
+    for attempt in (lambda: train(again), lambda: open_run(tmp_path / "b")):
+        with refused(rf"{base}: has no whole weights, to which the run's adapters belong"):
+            attempt()
+
+
+def test_another_base_is_refused(trained, tokens, tmp_path):
+    """That of a run of the same settings with other weights."""
+    run, *_ = trained("llama")
+    shutil.copytree(run, tmp_path / "a")
+    record = tmp_path / "a" / "base" / "0" / "run" / "metadata"
+    content = json.loads(record.read_text())
+    content["base"] ^= 1
+    from taco_jax.train.checkpoint import _json_digest
+
+    content.pop("record_digest")
+    record.write_text(json.dumps(content | {"record_digest": _json_digest(content)}))
+    with pytest.raises(ConfigError, match="base: holds other weights than those that the checkpoint's adapters were"):
+        open_run(tmp_path / "a")
+
+
+def test_all_that_reads_a_run_takes_the_merged_model(trained, tokens, tmp_path):
+    """On the host and on tp 2: base + alpha / rank * A B. A run that starts from it begins with its last loss."""
+    run, model, _ = trained("llama")
+    opened, (config, params) = open_run(run), load_run(run)
+    assert opened.config == config
+    params, target = by_path(params), "layers/attn/out"
+    before = [layer.self_attn.o_proj.weight.detach().numpy().T for layer in model.model.layers]
+    a, b = map(np.asarray, opened.adapter("attn/out"))
+    want = np.stack(before) + 3.0 * a.astype(np.float64) @ b
+    assert np.abs(want - before).max() > 0.01
+    np.testing.assert_allclose(params[f"{target}/kernel"], want, atol=1e-6)
+    placed = opened.place(config, make_mesh(tp=2), np.float32)
+    jax.tree.map(lambda a, spec: a.sharding.spec == spec, placed, param_specs(config, 2))
+    for name, leaf in by_path(placed).items():
+        have = leaf[tuple(map(slice, params[name].shape))]
+        np.testing.assert_allclose(have, params[name], atol=1e-6, err_msg=name)
+
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    full = dataclasses.replace(EXACT, lora=LoraConfig(), init_from=f"{run}@4", data=tokens, workdir=str(tmp_path / "a"))
+    full = init_from.with_model(full)
+    program = build(full, make_mesh(2, 1, 2))
+    state, start = init_from.first_state(full, program)
+    assert start.source.adapted and program.base is None
+    from test_init_from import loss_of
+
+    assert loss_of(program, state, full) == pytest.approx(last, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_peft_loads_what_is_exported(trained, tmp_path, name):
+    """Logits of transformers with PEFT's adapters are those of the merged model, and of the trainer's last loss."""
+    peft = pytest.importorskip("peft", reason="loads what is exported: pip install 'taco-jax[test]'")
+    run, _, _ = trained(name)
+    folder, lines = tmp_path / "adapters", []
+    export(run, folder, say=lines.append)
+    assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(run.parent / f"{name}_source")
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"]).eval()
+    ids = np.random.default_rng(1).integers(0, VOCAB, (2, 24))
+    without = reference_logits(base, ids)
+    got = reference_logits(peft.PeftModel.from_pretrained(base, folder).eval(), ids)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged", merge=True)).eval()
+    want = reference_logits(merged, ids)
+    assert np.abs(got - without).max() > 0.1
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_export_names_what_it_writes(trained, tmp_path):
+    """Without PEFT: names, types and settings of a model whose q, k and v are one matrix elsewhere."""
+    from safetensors.numpy import load_file
+
+    run, *_ = trained("gpt2")
+    folder = export(run, tmp_path / "adapters", dtype="bfloat16")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["attn.c_proj", "c_attn", "c_fc", "mlp.c_proj"]
+    assert (settings["r"], settings["lora_alpha"], settings["fan_in_fan_out"]) == (4, 12, True)
+    assert (settings["rank_pattern"], settings["alpha_pattern"]) == ({"c_attn": 12}, {"c_attn": 36})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    prefix = "base_model.model.transformer.h.1.attn.c_attn"
+    a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
+    assert a.shape == (12, 48) and b.shape == (144, 12) and a.dtype.name == "bfloat16"
+    assert not b[:48, 4:].any() and b[:48, :4].any() and not b[48:96, :4].any() and b[96:, 8:].any()
+    with pytest.raises(ConfigError, match="merge=True: .* has no adapters to merge"):
+        from model_helpers import GPT2
+        from run_folders import save_run
+
+        export(save_run(tmp_path / "full", GPT2), tmp_path / "merged", merge=True)
+
+
+def test_memory_and_lines(trained, capfd):
+    """What the dry run says of memory, and what a run says of its adapters."""
+    run, *_ = trained("llama")
+    config = init_from.with_model(dataclasses.replace(EXACT, init_from=str(run.parent / "llama_source")))
+    from taco_jax.train import step
+
+    text = dry_run._memory_text(config, step.build(config, make_mesh(2, 1, 2)))
+    assert "parameters (float32, without gradient or optimiser)" in text and "adapters (float32 master" in text
