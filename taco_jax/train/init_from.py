@@ -104,7 +104,7 @@ def first_state(config: TrainConfig, program: Program) -> tuple[TrainState, Star
     else:
         from taco_jax.inference.loading import read_params
 
-        taken = {"params": _said_by(config, lambda: read_params(source.checkpoint, wanted.params))}
+        taken = {"params": _said_by(config, lambda: read_params(source.checkpoint, taken["params"]))}
     if "opt_state" in taken:
         taken["opt_state"] = _with_new_schedule(taken["opt_state"])
     weights = taken["params"]
