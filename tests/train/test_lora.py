@@ -10,7 +10,6 @@ import pytest
 from model_helpers import GPT2, QWEN2, assert_gradients_close, by_path, compare_replicas
 from pipeline_programs import EXACT, batch, on, program
 
-from taco_jax.collectives import comm_log
 from taco_jax.config import (
     CompressionConfig,
     ConfigError,
@@ -55,28 +54,35 @@ def state(p, base=None):
 
 
 def gradients(config, start=None):
-    """(loss, gradients by path, site table, the compiled program) of a batch."""
+    """(loss, gradients by path, the compiled program) of a batch."""
     p = program(config)
     function = jax.jit(lambda state, tokens: p._gradients(state, tokens, False))
-    with comm_log.record() as table:
-        compiled = function.lower(p.state_shapes, p.batch_shapes["tokens"]).compile()
+    compiled = function.lower(p.state_shapes, p.batch_shapes["tokens"]).compile()
     loss, grads, _ = compiled(state(p) if start is None else start(p), batch(p)["tokens"])
     chunks = layout.chunks_of(schedule_of(config))
-    return float(loss), by_path(jax.tree.map(layout.join(chunks), grads, layout.in_layers(grads))), table, compiled
+    return float(loss), by_path(jax.tree.map(layout.join(chunks), grads, layout.in_layers(grads))), compiled
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Loss, gradients and compiled program of a configuration on one device, made once."""
+def _once(function):
+    """`function` of a configuration, whose results are kept while the module's tests run."""
     made = {}
 
     def of(config):
         if repr(config) not in made:
-            loss, grads, _, compiled = gradients(on(config))
-            made[repr(config)] = loss, grads, compiled
+            made[repr(config)] = function(config)
         return made[repr(config)]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return _once(lambda config: gradients(on(config)))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return _once(dense_gradients)
 
 
 def of_the_base(tp: int) -> set[tuple[int, ...]]:
@@ -93,7 +99,7 @@ def products(compiled) -> set[tuple[int, ...]]:
 
 
 def dense_gradients(config):
-    """Gradients of A and B by the chain rule from those of the matrices that have taken the adapters in."""
+    """(loss, gradients of A and B) on one device, by the chain rule from those of merged matrices."""
     p = program(on(config))
     start = state(p)
     adapters, scale = by_path(start.params), config.lora.scale
@@ -109,7 +115,7 @@ def dense_gradients(config):
         return dataclasses.replace(zeros, params=jax.tree_util.tree_map_with_path(place, full.state_shapes.params))
 
     full = on(dataclasses.replace(config, lora=LoraConfig()))
-    loss, of_matrices, _, compiled = gradients(full, start_merged)
+    loss, of_matrices, compiled = gradients(full, start_merged)
     assert of_the_base(1) <= products(compiled)
     want = {}
     for name in targets:
@@ -119,19 +125,14 @@ def dense_gradients(config):
     return loss, want
 
 
-@pytest.mark.parametrize("config", [CONFIG, pytest.param(SOME, marks=pytest.mark.slow)])
-def test_gradients_equal_those_of_dense_matrices(config, alone):
-    (loss, grads, compiled), (want_loss, want) = alone(config), dense_gradients(config)
-    assert not of_the_base(1) & products(compiled)
-    assert loss == pytest.approx(want_loss, rel=1e-6)
-    assert_gradients_close(grads, want, exact=True)
-
-
 SLOW = pytest.mark.slow
+ALONE = dict(tp=1)
 MESHES = [
+    pytest.param(CONFIG, ALONE, id="one device", marks=SLOW),
+    pytest.param(SOME, ALONE, id="one device, some", marks=SLOW),
     # tp 4 of 2 kv heads: those are whole on every rank.
     pytest.param(CONFIG, dict(dp=2, tp=4, chains=2, remat="dots"), id="chains, replicated kv heads"),
-    pytest.param(CONFIG, dict(pp=2, tp=2, schedule="1f1b"), id="1f1b"),
+    pytest.param(CONFIG, dict(pp=2, tp=2, schedule="1f1b"), id="1f1b", marks=SLOW),
     pytest.param(CONFIG, dict(tp=2, sequence_parallel=True, remat="full", accumulation=2), id="sequence", marks=SLOW),
     pytest.param(CONFIG, dict(dp=2, tp=2, chains=2), id="chains", marks=SLOW),
     pytest.param(SOME, dict(tp=2, chains=2, remat="full"), id="chains of some", marks=SLOW),
@@ -142,14 +143,16 @@ MESHES = [
 
 
 @pytest.mark.parametrize("config, mesh", MESHES)
-def test_gradients_equal_those_of_one_device(config, mesh, alone):
-    """And those of the base are not computed: not of matrices without an adapter either, nor of the head's, which is
-    taken in the forward pass."""
-    loss, grads, _, compiled = gradients(on(config, **mesh))
-    want_loss, want, _ = alone(config)
-    assert mesh["tp"] > 2 or not of_the_base(mesh["tp"]) & products(compiled)
+def test_gradients_equal_those_of_dense_matrices(config, mesh, alone, dense):
+    """Those of one device do too. And gradients of the base are not computed: not of matrices without an adapter either,
+    nor of the head, whose gradient is taken in the forward pass."""
+    loss, grads, compiled = alone(config) if mesh == ALONE else gradients(on(config, **mesh))
+    want_loss, want = dense(config)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert_gradients_close(grads, want, exact=True)
+    assert mesh["tp"] > 2 or not of_the_base(mesh["tp"]) & products(compiled)
+    if mesh != ALONE and config is SOME:
+        assert_gradients_close(grads, alone(config)[1], exact=True)
 
 
 def test_only_adapters_have_gradients_moments_and_messages():

@@ -15,7 +15,7 @@ from model_helpers import GPT2, Run, by_path
 from programs import shared_programs
 from run_folders import save_run
 
-from taco_jax import load_run
+from taco_jax import data, load_run
 from taco_jax.config import (
     CompressionConfig,
     ConfigError,
@@ -110,7 +110,8 @@ def _saved(config):
     model_files.keep(config, start)
     random = lambda a: jax.device_put(0.1 * np.random.default_rng(a.size).standard_normal(a.shape, "f"), a.sharding)
     stored = program.stored.pack(dataclasses.replace(state, params=jax.tree.map(random, state.params)))
-    run, vocabulary = {"data": {}, "seed": 0, "base": digest}, (VOCAB, pad_vocab(VOCAB, 2))
+    batches = data.batches(config, data.open_data(config.data, VOCAB)[0])
+    run, vocabulary = {"data": batches.state(), "seed": 0, "base": digest}, (VOCAB, pad_vocab(VOCAB, 2))
     with Checkpoints(Path(config.workdir) / "checkpoints", config.checkpoint) as checkpoints:
         checkpoints.save(4, stored, run, vocabulary=vocabulary)
     return Path(config.workdir)
@@ -129,41 +130,54 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_from_its_own_folder(settings, sources, tmp_path, capfd):
-    """Stopped after 2 steps and moved, its source gone, it ends where a run in one go does, to the bit."""
-    run, config, (source, _) = tmp_path / "one", settings("llama"), sources("llama")
-    train(dataclasses.replace(config, workdir=str(run)))
-    train(dataclasses.replace(config, workdir=str(tmp_path / "a"), stop_after=2))
-    lines = capfd.readouterr().out
-    assert f"adapters of rank 4, scale 3, on {', '.join(MATRICES)}: 0.01M parameters are trained" in lines
+def test_a_run_needs_its_own_folder_alone(saved, settings, sources, tmp_path, capfd):
+    """Moved, and its source gone, it has the loss of the merged model. What it cannot go on from is one line."""
+    run, (source, _) = tmp_path / "moved", sources("llama")
+    shutil.copytree(saved("llama"), run)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged", merge=True)).eval()
     source.rename(tmp_path / "gone")
-    (tmp_path / "a").rename(tmp_path / "b")
-    again = dataclasses.replace(config, workdir=str(tmp_path / "b"))
-    train(again)
-    want = losses(run)
-    assert losses(tmp_path / "b") == want and want[3] < want[0] - 0.1
-    first, second = (by_path(load_run(path)[1]) for path in (run, tmp_path / "b"))
+    try:
+        config = dataclasses.replace(settings("llama"), workdir=str(run))
+        record = train(config)
+        lines = capfd.readouterr().out
+        assert f"adapters of rank 4, scale 3, on {', '.join(MATRICES)}: 0.01M parameters are trained" in lines
+        assert "already at step 4 of 4" in lines
+        ids = np.fromfile(config.data.validation, "<u2")[: 8 * LENGTH + 1].astype(np.int64)
+        rows = np.stack([ids[i : i + LENGTH + 1] for i in range(0, 8 * LENGTH, LENGTH)])
+        logits = torch.as_tensor(reference_logits(merged, rows[:, :-1])).flatten(0, 1)
+        want = torch.nn.functional.cross_entropy(logits, torch.as_tensor(rows[:, 1:]).flatten())
+        assert record["validation_loss"] == pytest.approx(float(want), rel=1e-5)
+
+        # Checkpoints have adapters alone; the base lies in the folder once, as it came.
+        opened = open_run(run)
+        assert {name.rpartition("/")[2] for name in opened.trained.shapes} == {"lora_a", "lora_b"}
+        digests = json.loads((run / "model" / "source.json").read_text())["digests"]
+        assert of_params(_tree(opened), VOCAB) == digests
+
+        refused = lambda message: pytest.raises(ConfigError, match=message)
+        with refused(r"holds another model \(lora.alpha 12.0 -> 6.0\)"):
+            train(dataclasses.replace(config, lora=LoraConfig(4, alpha=6.0)))
+        with refused(r"holds another model \(lora.rank 4 -> None, lora.alpha 12.0 -> None\)"):
+            train(dataclasses.replace(config, lora=LoraConfig()))
+        (run / "base").rename(tmp_path / "base")
+        for attempt in (lambda: train(config), lambda: open_run(run)):
+            with refused(rf"{run / 'base'}: has no whole weights, to which the run's adapters belong"):
+                attempt()
+    finally:
+        (tmp_path / "gone").rename(source)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_in_one_go(settings, tmp_path):
+    """To the bit; the dry run shows its memory."""
+    config = settings("llama")
+    train(dataclasses.replace(config, workdir=str(tmp_path / "one")))
+    train(dataclasses.replace(config, workdir=str(tmp_path / "two"), stop_after=2))
+    train(dataclasses.replace(config, workdir=str(tmp_path / "two")))
+    want = losses(tmp_path / "one")
+    assert losses(tmp_path / "two") == want and want[3] < want[0] - 0.1
+    first, second = (by_path(load_run(tmp_path / name)[1]) for name in ("one", "two"))
     assert all((first[name] == second[name]).all() for name in first)
-
-    # Checkpoints have adapters alone; the base lies in the folder once, as it came.
-    opened = open_run(tmp_path / "b")
-    assert {name.rpartition("/")[2] for name in opened.trained.shapes} == {"lora_a", "lora_b"}
-    size = lambda folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    assert size(tmp_path / "b" / "checkpoints" / "4" / "state") < size(tmp_path / "b" / "base" / "0" / "state")
-    assert of_params(_tree(opened), VOCAB) == json.loads((run / "model" / "source.json").read_text())["digests"]
-
-    refused = lambda message: pytest.raises(ConfigError, match=message)
-    with refused(r"holds another model \(lora.alpha 12.0 -> 6.0\)"):
-        train(dataclasses.replace(again, lora=LoraConfig(4, alpha=6.0)))
-    with refused(r"holds another model \(lora.rank 4 -> None, lora.alpha 12.0 -> None\)"):
-        train(dataclasses.replace(again, lora=LoraConfig()))
-    base = tmp_path / "b" / "base"
-    base.rename(tmp_path / "base")
-    for attempt in (lambda: train(again), lambda: open_run(tmp_path / "b")):
-        with refused(rf"{base}: has no whole weights, to which the run's adapters belong"):
-            attempt()
-    (tmp_path / "gone").rename(source)
-
     text = dry_run._memory_text(config, step.build(init_from.with_model(config), make_mesh(2, 1, 2)))
     assert "parameters (float32, without gradient or optimiser)" in text and "adapters (float32 master" in text
 
@@ -201,8 +215,8 @@ def test_another_base_is_refused(saved, settings, tmp_path):
         base.read(config, digest ^ 1)
 
 
-def test_all_that_reads_a_run_takes_the_merged_model(saved, sources, tokens, tmp_path):
-    """On the host, on tp 2, and as another run's first weights: base + alpha / rank * A B."""
+def test_all_that_reads_a_run_takes_the_merged_model(saved, sources):
+    """On the host and on tp 2: base + alpha / rank * A B."""
     run, (_, model) = saved("llama"), sources("llama")
     opened, (config, params) = open_run(run), load_run(run)
     params = by_path(params)
@@ -211,22 +225,26 @@ def test_all_that_reads_a_run_takes_the_merged_model(saved, sources, tokens, tmp
     want = before + 3.0 * a.astype(np.float64) @ b
     assert np.abs(want - before).max() > 0.01
     np.testing.assert_allclose(params["layers/attn/out/kernel"], want, atol=1e-6)
+    for name, leaf in by_path(opened.place(config, make_mesh(tp=2), np.float32)).items():
+        have = leaf[tuple(map(slice, params[name].shape))]
+        np.testing.assert_allclose(have, params[name], atol=1e-6, err_msg=name)
 
-    def assert_alike(tree):
-        for name, leaf in by_path(tree).items():
-            have = leaf[tuple(map(slice, params[name].shape))]
-            np.testing.assert_allclose(have, params[name], atol=1e-6, err_msg=name)
 
-    assert_alike(opened.place(config, make_mesh(tp=2), np.float32))
+@pytest.mark.slow
+def test_a_run_starts_from_merged_weights(saved, tokens, tmp_path):
+    run = saved("llama")
+    params = by_path(load_run(run)[1])
     full = dataclasses.replace(EXACT, lora=LoraConfig(), init_from=f"{run}@4", data=tokens, workdir=str(tmp_path / "a"))
     full = init_from.with_model(full)
     program = build(full, make_mesh(2, 1, 2))
     state, start = init_from.first_state(full, program)
     assert start.source.adapted and program.base is None
-    assert_alike(state.params)
+    for name, leaf in by_path(state.params).items():
+        have = leaf[tuple(map(slice, params[name].shape))]
+        np.testing.assert_allclose(have, params[name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_peft_loads_what_is_exported(saved, sources, tmp_path, name):
     """Logits of transformers with PEFT's adapters are those of the merged model, and those of the decoder."""
     peft = pytest.importorskip("peft", reason="loads what is exported: pip install 'taco-jax[test]'")
