@@ -31,8 +31,7 @@ class LoraConfig(Checked):
     alpha: float | None = None
     """Adapters count alpha / rank times; None is twice the rank."""
     targets: tuple[str, ...] = ()
-    """Matrices with adapters: attn/q, attn/k, attn/v, attn/out, mlp/gate, mlp/up, mlp/down, or Hugging Face's names
-    (q_proj ...); none named: all that the model has of them."""
+    """Matrices with adapters: attn/q, k, v, out, mlp/gate, up, down, or Hugging Face's names (q_proj); default: all."""
 
     @property
     def scale(self) -> float:
