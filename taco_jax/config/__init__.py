@@ -18,6 +18,7 @@ from taco_jax.config.derived import (
     with_compression,
 )
 from taco_jax.config.device_selection import parse_devices
+from taco_jax.config.lora import LoraConfig
 from taco_jax.config.settings import (
     CheckpointConfig,
     CompressionConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "DataConfig",
     "DataParallelConfig",
     "EvalConfig",
+    "LoraConfig",
     "MeshConfig",
     "MetricsConfig",
     "ModelConfig",

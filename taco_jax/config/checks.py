@@ -6,6 +6,7 @@ import math
 
 from taco_jax.config.derived import get, pipeline_schedule, with_codecs
 from taco_jax.config.device_selection import parse_devices
+from taco_jax.config.lora import matrices
 from taco_jax.config.settings import REMAT, TrainConfig, divisors
 from taco_jax.errors import ConfigError, listed
 from taco_jax.models.config import validate
@@ -20,6 +21,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_model(config)
     _check_stages(config)
     _check_documents(config)
+    _check_adapters(config)
     _check_limits(config)
     parse_devices(config.devices)
     return config
@@ -103,12 +105,29 @@ def _check_documents(config: TrainConfig) -> None:
         raise ConfigError(f"data.end_token_id={token}: {rule}")
 
 
+def _check_adapters(config: TrainConfig) -> None:
+    rank, sizes = config.lora.rank, matrices(config.model)
+    if rank is None:
+        return
+    for name in config.lora.named:
+        if name not in sizes:
+            if not config.lora.targets:
+                continue
+            raise ConfigError(f"lora.targets={name!r}: the model has no such matrix; try {listed(sizes)}")
+        if rank > min(sizes[name]):
+            raise ConfigError(
+                f"lora.rank={rank}: is above that of {name}, a matrix of {sizes[name][0]} x {sizes[name][1]}; use at "
+                f"most {min(min(sizes[n]) for n in config.lora.named if n in sizes)}, or leave it out of lora.targets"
+            )
+
+
 # Setting -> (key, its limit, why the setting is never used beyond).
 LIMITS = {
     "with_product": (
         ("chains", 1, "sums of chains travel beside other products"),
         ("sequence_parallel", False, "layers scatter and gather, and no product has a sum of its own"),
         ("mesh.pp", 1, "stages run no kernel over NVLink"),
+        ("lora.rank", None, "adapters join a product before its sum"),
     ),
     "error_feedback": (
         ("chains", 1, "the sums of one chain take errors along"),

@@ -14,6 +14,7 @@ from typing import Any
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
 from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
+from taco_jax.config.lora import LoraConfig
 from taco_jax.config.rules import Checked, first_and_last
 from taco_jax.config.schedule import SCHEDULES
 from taco_jax.errors import ConfigError, listed
@@ -363,6 +364,8 @@ class TrainConfig(Checked):
     """Data parallelism: gradients, optimiser state, weights."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """Training and validation data."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    """Low-rank adapters."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """Optimiser and learning-rate schedule."""
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -441,6 +444,8 @@ class TrainConfig(Checked):
             stop = min(self.steps, self.stop_after or self.steps)
             self.require(first <= stop, "profile", f"the run ends at step {stop}; trace steps up to that")
         self.require(self.log_file != "", "log_file", "must be the path of a file")
+        rule = f"adapters (lora.rank={self.lora.rank}) have an optimiser of their own, which starts anew; leave it out"
+        self.require(not self.init_optimizer or self.lora.rank is None, "init_optimizer", rule)
 
 
 def divisors(n: int) -> list[int]:

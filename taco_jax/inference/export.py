@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Write a checkpoint of a training run as a Hugging Face folder, which transformers and others load.
 
 RUN is a run's folder, runs/x, whose latest checkpoint is taken, or runs/x@STEP. It needs no GPU, whatever mesh the run
-had. The optimiser's state stays in the run."""
+had. The optimiser's state stays in the run. Of a run of adapters (--lora.rank) it writes these, as PEFT loads them;
+--merge writes the whole model."""
 DTYPES = ("float32", "bfloat16", "float16")
 GIGABYTE = 10**9
 TOKENIZER_FILES = (
@@ -62,6 +63,8 @@ class ExportConfig:
     float32."""
     max_shard_gb: float = 5.0
     """Gigabytes (10^9 bytes) of a file of weights at most, unless a single tensor has more."""
+    merge: bool = False
+    """Of a run of adapters, write the whole model with them merged in, not the adapters alone."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -71,7 +74,8 @@ def main(args: Sequence[str]) -> int:
         if not value:
             raise ConfigError(f"{name}: is needed, for example {example}")
     cli.select_devices("cpu")
-    folder = export(config.run, config.to, dtype=config.dtype, max_shard_gb=config.max_shard_gb, say=cli.say)
+    options = {"dtype": config.dtype, "max_shard_gb": config.max_shard_gb, "merge": config.merge}
+    folder = export(config.run, config.to, **options, say=cli.say)
     cli.say(f"{folder} is whole")
     return 0
 
@@ -82,9 +86,10 @@ def export(
     *,
     dtype: str | None = None,
     max_shard_gb: float = 5.0,
+    merge: bool = False,
     say: Any = lambda text: None,
 ) -> Path:
-    """Writes a checkpoint of a run as a Hugging Face folder. Returns its path.
+    """Writes a checkpoint of a run as a Hugging Face folder, of a run of adapters as PEFT's. Returns its path.
 
     Args: as the flags of the command. say: takes a line about each file.
 
@@ -107,10 +112,19 @@ def export(
     from taco_jax.models.huggingface_config import config_to_hf
 
     source = open_run(run)
+    if merge and source.adapters is None:
+        raise ConfigError(f"merge=True: {source} has no adapters to merge (lora.rank is not set); leave it out")
     try:
         described = config_to_hf(source.config, source.source)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
+    if source.adapters is not None and not merge:
+        try:
+            with _whole_or_nothing(target) as folder:
+                _write_adapters(source, folder, np.dtype(_numpy_type(dtype or "float32")), say)
+        except OSError as error:
+            raise ConfigError(f"--to {to}: cannot be written ({error.strerror or error})") from None
+        return target
     written = np.dtype(_numpy_type(dtype or _dtype_of(source.source)))
     ids = _token_ids(source, tokenizer_of(source))
     described |= ids | {"torch_dtype": written.name}
@@ -235,19 +249,38 @@ def plan(run: RunFolder, dtype: np.dtype, most_bytes: int) -> list[Shard]:
     return [Shard(*pair) for pair in zip(names, groups)]
 
 
-def _write_weights(run: RunFolder, folder: Path, shards: list[Shard], dtype: np.dtype, say: Any) -> None:
+def _write_adapters(run: RunFolder, folder: Path, dtype: np.dtype, say: Any) -> None:
+    from taco_jax.inference import export_adapters as adapters
+    from taco_jax.inference.model_folder import read_object
+
+    arrays, base = (
+        adapters.tensors(run, dtype),
+        adapters.base_of(read_object(run.model_files / "source.json", needed=False)),
+    )
+    _save(arrays, folder / adapters.WEIGHTS)
+    say(f"{adapters.WEIGHTS}: {len(arrays)} tensors of adapters in {dtype.name}")
+    if base is None:
+        say("the adapters' model is no Hugging Face folder: give it to peft yourself, or export all with --merge")
+    _write_json(folder / adapters.CONFIG, adapters.described(run, base))  # the last: without it there are no adapters
+
+
+def _save(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    try:
+        save_file(dict(arrays), path, metadata={"format": "pt"})  # transformers asks for that key
+    except SafetensorError as error:  # of a full disk, for one
+        raise OSError(f"{path.name}: {' '.join(str(error).split())}") from None
+
+
+def _write_weights(run: RunFolder, folder: Path, shards: list[Shard], dtype: np.dtype, say: Any) -> None:
     from taco_jax.inference.tensors import INDEX
 
     tensors = _tensors(run, dtype)
     for shard in shards:
         arrays = dict(itertools.islice(tensors, len(shard.tensors)))
-        try:
-            save_file(arrays, folder / shard.file, metadata={"format": "pt"})  # transformers asks for that key
-        except SafetensorError as error:  # of a full disk, for one
-            raise OSError(f"{shard.file}: {' '.join(str(error).split())}") from None
+        _save(arrays, folder / shard.file)
         say(f"{shard.file}: {len(arrays)} tensors, {sum(shard.tensors.values()) / GIGABYTE:.3g} GB in {dtype.name}")
         del arrays
     if len(shards) > 1:

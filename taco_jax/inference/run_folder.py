@@ -5,7 +5,8 @@
     config, params = load_run("runs/x@340")    # all of them, in the host's memory
 
 Every array is compared with its digest in the checkpoint's record. Nothing in the folder is changed, so a run may be
-working in it. The optimiser's state, site scales and the ranks' copies are not read.
+working in it. The optimiser's state, site scales and the ranks' copies are not read. A run of adapters is one model:
+the weights in its folder `base`, the adapters of the checkpoint merged into them.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.config import CheckpointConfig, ConfigError, LoraConfig
 from taco_jax.errors import did_you_mean
 from taco_jax.inference.in_memory import by_name, name_of, stored_dtype
 from taco_jax.inference.model_folder import is_run, read_object
 from taco_jax.inference.tensors import not_finite
+from taco_jax.models import lora
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import VOCAB_DIM
+from taco_jax.models.lora import Adapters
 from taco_jax.models.params import init_params, param_specs
+from taco_jax.train.base import DIGEST, STEP, missing, other
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.digests import DIGESTS, UNPADDED, VOCABULARY, take_damaged
-from taco_jax.train.workdir import CHECKPOINTS, CONFIG
+from taco_jax.train.workdir import BASE, CHECKPOINTS, CONFIG
 
 MODEL, SOURCE_CONFIG, DATA = "model", "source_config.json", "meta.json"
 """The folder of what a run's model came with, and there the config.json of the model, and the prepared data's own file
@@ -62,10 +67,10 @@ def find(path: str | Path) -> tuple[Path, int | None] | None:
 class _Reader(Checkpoints):
     """The checkpoints of a run, which are only looked at. Messages name the run as its user did."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, folder: str = CHECKPOINTS):
         self._run = run
-        super().__init__(run / CHECKPOINTS, CheckpointConfig(enabled=False))
-        self.folder = run / CHECKPOINTS
+        super().__init__(run / folder, CheckpointConfig(enabled=False))
+        self.folder = run / folder
 
     def _options(self) -> dict[str, Any]:
         return {"read_only": True}
@@ -101,7 +106,7 @@ class _Reader(Checkpoints):
     def open(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns (record, parameters as Orbax describes them, by name). Raises CheckpointError for damaged files."""
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
-        record = self._record(step)
+        record = self.record(step)
         self._check_complete(step, record, meta)
         tree = self._readable(step, lambda: getattr(meta["state"], "tree", meta["state"])["params"])
         return record, by_name(tree)
@@ -141,21 +146,33 @@ class _Reader(Checkpoints):
         return array
 
 
+class _Arrays(NamedTuple):
+    """The parameters of one checkpoint. record: what the trainer wrote beside them. shapes: as they are stored."""
+
+    reader: _Reader
+    step: int
+    record: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        return self.reader.read(self.step, name, target, record=self.record, stored=self.shapes[name])
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """A checkpoint of a run. settings: of its config.json. config: the model's.
 
-    record: what the trainer wrote beside the arrays. stored: shapes of the parameters as they are stored, tables padded
-    for the mesh that it was trained on.
+    weights: the model's parameters, tables padded for the mesh that it was trained on. trained: of a run of adapters,
+    these; `read` merges them.
     """
 
     folder: Path
     step: int
     settings: Mapping[str, Any]
     config: ModelConfig
-    record: Mapping[str, Any]
-    stored: Mapping[str, tuple[int, ...]]
-    reader: _Reader
+    weights: _Arrays
+    adapters: Adapters | None = None
+    trained: _Arrays | None = None
 
     def __str__(self) -> str:
         return f"{self.folder}@{self.step}"
@@ -181,15 +198,15 @@ class RunFolder:
         return said if type(said) is int and 0 <= said < self.config.vocab_size else None
 
     def names(self) -> list[str]:
-        return sorted(self.stored)
+        return sorted(self.weights.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a parameter's shape without padding of the vocabulary."""
         dim = VOCAB_DIM.get(name)
-        return tuple(self.config.vocab_size if d == dim else size for d, size in enumerate(self.stored[name]))
+        return tuple(self.config.vocab_size if d == dim else size for d, size in enumerate(self.weights.shapes[name]))
 
     def read(self, name: str, sharding: Sharding | None = None, shape: tuple[int, ...] | None = None) -> jax.Array:
-        """Returns a parameter, float32, in the place of `sharding`, by default the CPU.
+        """Returns a parameter, float32, in the place of `sharding`, by default the CPU. Its adapter is merged into it.
 
         Args:
           shape: that which a mesh pads it to, by default without padding.
@@ -200,7 +217,29 @@ class RunFolder:
         if sharding is None:
             sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         target = jax.ShapeDtypeStruct(shape or self.shape(name), jnp.float32, sharding=sharding)
-        return self.reader.read(self.step, name, target, record=self.record, stored=self.stored[name])
+        array = self.weights.read(name, target)
+        if name not in self._adapted:
+            return array
+        whole = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+        merge = jax.jit(lora.merged, static_argnums=3, out_shardings=sharding)
+        return merge(array, *self.adapter(self._adapted[name], whole), self.adapters.scale)
+
+    @functools.cached_property
+    def _adapted(self) -> dict[str, str]:
+        """{kernel: target} of those with adapters."""
+        targets = () if self.adapters is None else self.adapters.targets
+        return {f"layers/{target}/kernel": target for target in targets}
+
+    def adapter(self, target: str, sharding: Sharding | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns (A, B) of a target, float32, stacked over layers. Arguments and errors as of `read`."""
+        if sharding is None:
+            sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+        def read(name: str) -> jax.Array:
+            shape = self.trained.shapes[name]
+            return self.trained.read(name, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+
+        return read(f"layers/{target}/{lora.A}"), read(f"layers/{target}/{lora.B}")
 
     def place(self, config: ModelConfig, mesh: Mesh, dtype: Any) -> dict[str, Any]:
         """Returns the parameters on the mesh, cut over its axis tp, in the types of `load_params`.
@@ -239,24 +278,48 @@ def open_run(path: str | Path) -> RunFolder:
     folder, asked = found
     settings = read_object(folder / CONFIG)
     config = model_config(settings, folder / CONFIG)
-    reader = _Reader(folder)
+    adapters = _adapters(settings, config, folder / CONFIG)
+    make = lambda: init_params(config, jax.random.key(0))
+    if adapters is None:
+        weights = _opened(folder, CHECKPOINTS, asked, make, config.vocab_size)
+        return RunFolder(folder, weights.step, settings, config, weights)
+    trained = _opened(folder, CHECKPOINTS, asked, lambda: adapters.init(config, jax.random.key(0)), config.vocab_size)
+    if not (folder / BASE / str(STEP)).is_dir():
+        raise CheckpointError(missing(folder / BASE))
+    weights = _opened(folder, BASE, STEP, make, config.vocab_size)
+    if weights.record.get(DIGEST) != trained.record.get(DIGEST):
+        raise CheckpointError(other(folder / BASE))
+    return RunFolder(folder, trained.step, settings, config, weights, adapters=adapters, trained=trained)
+
+
+def _opened(run: Path, part: str, asked: int | None, make: Callable[[], Any], vocab_size: int) -> _Arrays:
+    """The parameters of a checkpoint in a folder of the run, which must be those that `make` would return."""
+    reader = _Reader(run, part)
     with reader:
         step = reader.step(asked)
         record, described = reader.open(step)
     stored = {name: tuple(leaf.shape) for name, leaf in described.items()}
-    wanted = by_name(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
-    run = RunFolder(folder, step, settings, config, record=record, stored=stored, reader=reader)
+    wanted, where = by_name(jax.eval_shape(make)), f"{run}@{step}" if part == CHECKPOINTS else str(run / part)
     if odd := sorted(wanted.keys() ^ stored.keys()):
         what = "lacks" if odd[0] in wanted else "has beside the model's parameters"
-        raise CheckpointError(f"{run}: the checkpoint {what} {odd[0]!r}; is {CONFIG} that of this run?")
+        raise CheckpointError(f"{where}: the checkpoint {what} {odd[0]!r}; is {CONFIG} that of this run?")
     for name, leaf in wanted.items():
         dim, have = VOCAB_DIM.get(name), stored[name]
-        need = tuple(config.vocab_size if d == dim else size for d, size in enumerate(leaf.shape))
+        need = tuple(vocab_size if d == dim else size for d, size in enumerate(leaf.shape))
         if len(have) != len(need) or any(a < b if d == dim else a != b for d, (a, b) in enumerate(zip(have, need))):
-            raise CheckpointError(f"{run}: {name!r} has shape {list(have)}, {CONFIG} needs {list(need)}")
+            raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, {CONFIG} needs {list(need)}")
         if described[name].dtype != np.float32:
-            raise CheckpointError(f"{run}: {name!r} is of type {described[name].dtype}; must be float32")
-    return run
+            raise CheckpointError(f"{where}: {name!r} is of type {described[name].dtype}; must be float32")
+    return _Arrays(reader, step, record, stored)
+
+
+def _adapters(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
+    """The adapters of a run's settings; None of a run without."""
+    given = dict(settings.get("lora") or {})
+    try:
+        return Adapters.of(LoraConfig(**given | {"targets": tuple(given.get("targets", ()))}), config)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"{where}: lora: {error}") from None
 
 
 def load_run(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -19,6 +19,7 @@ from jax import lax
 
 from taco_jax.models.attention import Attend, Context
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.lora import Adapted
 from taco_jax.models.projections import Dense, column_parallel
 from taco_jax.models.rope import attention_factor, rope
 from taco_jax.models.run_config import Parallel
@@ -75,7 +76,8 @@ def _own_kv_head(dense: Dense, config: ModelConfig, par: Parallel) -> Dense:
     """The columns of the one kv head that this rank's query heads share, out of replicated weights."""
     head = lax.axis_index(par.axis) * config.n_kv_heads // lax.axis_size(par.axis)
     columns = lambda w: lax.dynamic_slice_in_dim(w, head * config.head_dim, config.head_dim, axis=-1)
-    return {name: columns(weight) for name, weight in dense.items()}
+    cut = lambda w: Adapted(columns(w.kernel), w.a, columns(w.b)) if isinstance(w, Adapted) else columns(w)
+    return {name: cut(weight) for name, weight in dense.items()}
 
 
 def attention(x_BLD: jax.Array, params: Mapping[str, Any], context: Context, config: ModelConfig,

@@ -25,6 +25,7 @@ from taco_jax.models.attention import Attend, causal, contexts, windows_of
 from taco_jax.models.blocks import attention, kv_replicated, mlp, norm
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.documents import documents, positions_in_documents
+from taco_jax.models.lora import Adapted, use_replicated_adapter
 from taco_jax.models.overlap import (
     Sublayer,
     chain_count,
@@ -244,6 +245,7 @@ def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) ->
     With whole sequences these are the weights of replicated kv heads and of qk-norm; under sequence parallelism also
     every norm and every bias added after a reduction. (Learned positions take `own_rows`.) Norms before products whose
     input gradients are fed back are among them: each rank has its own part of their gradients.
+    Of adapters it is always the one of both matrices that is not cut.
     """
     tp = lax.axis_size(par.axis)
     alone = {"q_norm", "k_norm"} | ({"k", "v"} if kv_replicated(config, tp) else set())
@@ -251,10 +253,14 @@ def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) ->
 
     def use(path, param, spec):
         names = [entry.key for entry in path]
+        if isinstance(param, Adapted):
+            param = use_replicated_adapter(param, spec, par.axis, "/".join(names[:-1]))
+            return param._replace(kernel=use(path, param.kernel, spec))
         meets_varying = names[0] != "embed" and (par.sequence_parallel or alone & set(names))
         return use_replicated(param, par.axis, "/".join(names)) if meets_varying and not any(spec) else param
 
-    return jax.tree_util.tree_map_with_path(use, params, param_specs(config, tp, par.axis))
+    specs = param_specs(config, tp, par.axis)
+    return jax.tree_util.tree_map_with_path(use, params, specs, is_leaf=lambda node: isinstance(node, Adapted))
 
 
 def _varying(tree: Any) -> frozenset[str]:

@@ -19,7 +19,7 @@ Dims: B batch, L length, D model, F the products' local output widths, added up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
+from taco_jax.models.lora import Adapted
 from taco_jax.models.run_config import Parallel
 from taco_jax.tensor_parallel import (
     column_product,
@@ -43,7 +44,7 @@ from taco_jax.tensor_parallel import (
 )
 
 Dense = Mapping[str, jax.Array]
-"""{"kernel": [in, out]} and, if it has one, {"bias": [out]}; float32, local shards."""
+"""{"kernel": [in, out], or an `Adapted`} and, if it has one, {"bias": [out]}; float32, local shards."""
 
 State = Mapping[str, SiteScales | None]
 """Site name -> scales; for sites in layers with a leading dim of n_layers. A site that is absent runs uncalibrated."""
@@ -92,7 +93,8 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
 
     The kernels are joined while they are cast, which reads and writes them once either way.
     """
-    kernel_DF = jnp.concatenate([dense["kernel"].astype(par.dtype) for dense in denses], axis=1)
+    kernels = [_frozen(dense["kernel"]) for dense in denses]
+    kernel_DF = jnp.concatenate([kernel.astype(par.dtype) for kernel in kernels], axis=1)
     if isinstance(x_BLD, FusedInput):
         x, scales, site = x_BLD
         y_BLF = column_product(
@@ -101,17 +103,41 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
     else:
         y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
     ends = [0]
-    for dense in denses:
-        ends.append(ends[-1] + dense["kernel"].shape[1])
-    return [add_bias(y, dense) for y, dense in zip(jnp.split(y_BLF, ends[1:-1], axis=-1), denses)]
+    for kernel in kernels:
+        ends.append(ends[-1] + kernel.shape[1])
+    ys = _add_adapters(x_BLD, jnp.split(y_BLF, ends[1:-1], axis=-1), [dense["kernel"] for dense in denses], par)
+    return [add_bias(y, dense) for y, dense in zip(ys, denses)]
 
 
-def row_partial(x_BLF: jax.Array, kernel_FD: jax.Array, par: Parallel) -> jax.Array:
+def _frozen(kernel: jax.Array | Adapted) -> jax.Array:
+    """Returns the kernel's own values. Those with an adapter are not differentiated, nor is what that needs kept."""
+    return lax.stop_gradient(kernel.kernel) if isinstance(kernel, Adapted) else kernel
+
+
+def _add_adapters(x_BLD: jax.Array, ys: Sequence[jax.Array], kernels: Sequence[Any], par: Parallel) -> list[jax.Array]:
+    """Returns the products x @ kernel `ys` and what adapters add to them. All x @ A are one product."""
+    adapted = [i for i, kernel in enumerate(kernels) if isinstance(kernel, Adapted)]
+    if not adapted:
+        return list(ys)
+    if isinstance(x_BLD, FusedInput):
+        raise ValueError("with_product: its kernel knows no adapters; leave it out")
+    product = lambda x, w: jnp.matmul(x, w.astype(par.dtype), precision=par.precision)
+    ranks = [kernels[i].a.shape[1] for i in adapted]
+    low_BLR = product(x_BLD, jnp.concatenate([kernels[i].a for i in adapted], axis=1)) * par.adapter_scale
+    ys, parts = list(ys), jnp.split(low_BLR, [sum(ranks[:i]) for i in range(1, len(ranks))], axis=-1)
+    for i, part_BLR in zip(adapted, parts):
+        ys[i] += product(part_BLR, kernels[i].b)
+    return ys
+
+
+def row_partial(x_BLF: jax.Array, kernel_FD: jax.Array | Adapted, par: Parallel) -> jax.Array:
     """Returns this rank's term of the row-parallel product `x @ kernel`, which `reduce_partials` sums."""
-    return jnp.matmul(x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype), precision=par.precision)
+    x_BLF = x_BLF.astype(par.dtype)
+    y_BLD = jnp.matmul(x_BLF, _frozen(kernel_FD).astype(par.dtype), precision=par.precision)
+    return _add_adapters(x_BLF, [y_BLD], [kernel_FD], par)[0]
 
 
-def row_parallel(x_BLF: jax.Array, kernel_FD: jax.Array, error: jax.Array | None, par: Parallel, state: State,
+def row_parallel(x_BLF: jax.Array, kernel_FD: jax.Array | Adapted, error: jax.Array | None, par: Parallel, state: State,
             site: str) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Returns (`reduce_partials(row_partial(x, kernel))`, None), in one kernel where that is asked for and can be.
 
@@ -119,7 +145,7 @@ def row_parallel(x_BLF: jax.Array, kernel_FD: jax.Array, error: jax.Array | None
     """
     if error is not None:
         return reduce_partials_with_feedback(row_partial(x_BLF, kernel_FD, par), error, par, state, site)
-    if par.sequence_dim is not None:
+    if par.sequence_dim is not None or isinstance(kernel_FD, Adapted):
         return reduce_partials(row_partial(x_BLF, kernel_FD, par), par, state, site), None
     operands = x_BLF.astype(par.dtype), kernel_FD.astype(par.dtype)
     arguments = par.axis, par.compression(site), state.get(site)

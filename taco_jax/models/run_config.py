@@ -49,6 +49,8 @@ class Parallel:
     """Tokens whose logits exist at once in the loss; None takes the default of `taco_jax.nn.vocab_parallel`."""
     precision: Any = None
     """`precision` of matrix products, as in jax.lax.dot."""
+    adapter_scale: float = 1.0
+    """How often the adapters of `Adapted` kernels count (`taco_jax.models.lora`)."""
 
     def __post_init__(self):
         plan = self.plan.items() if isinstance(self.plan, Mapping) else self.plan

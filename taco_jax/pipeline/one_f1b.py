@@ -25,7 +25,7 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.compression.site_scales import SiteScales, merge_uses
 from taco_jax.config.schedule import Schedule
-from taco_jax.models import decoder
+from taco_jax.models import decoder, lora
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.documents import documents
 from taco_jax.models.run_config import Parallel
@@ -48,16 +48,22 @@ class _Sums(NamedTuple):
 
 
 def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, scale, config: ModelConfig,
-                   par: Parallel, schedule: Schedule):  # fmt: skip
+                   par: Parallel, schedule: Schedule, base=None):  # fmt: skip
     """(loss, (gradients, measures of the sites)) of the local batch, loss = scale * sum of weighted nll in nats.
 
     As `jax.value_and_grad` has it of scale times `circular.loss`, with respect to params and slots. Arguments as there.
+
+    base: parameters without gradients, for which params are adapters (`lora.join`).
     """
     axes = stages.activation_axes(params, par)
     loss_axes = axes - {par.axis}
     weights_BL = to_varying(weights_BL, loss_axes)
     # Sums over tp of what its ranks hold whole are taken once, after all ticks.
-    params, finish_grads = jax.vjp(lambda params: decoder.use_replicated_params(params, config, par), params)
+    used = lambda params: decoder.use_replicated_params(lora.join(base, params), config, par)
+    if base:
+        params, finish_grads, base = jax.vjp(lambda params: lora.split(used(params)), params, has_aux=True)
+    else:
+        params, finish_grads = jax.vjp(used, params)
     own = lambda slots: {s: stages.own(slot, 1)[0] if s in decoder.LAYER_SITES else slot for s, slot in slots.items()}
     slots, finish_measures = jax.vjp(own, slots)
     exponents = own(exponents)
@@ -73,6 +79,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
 
     def embed(params, slots, m):
         with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
+            params = lora.join(base, params)
             return to_varying(decoder.embed(params, microbatch(m)[0], config, par, state(slots)), axes)
 
     windows = jax.tree.map(lambda w: w[0], stages.own_windows(config, 1))
@@ -82,11 +89,13 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
         if par.end_token is not None:
             masks["documents_BL"] = documents(microbatch(m)[0], par.end_token)
         with comm_log.repeat(schedule.microbatches), comm_log.forward_again():
+            params = lora.join(base, params)
             return decoder.layers(params["layers"], x_BLD, length, config, par=par, state=state(slots), **masks)
 
     def head_loss(params, y_BLD, slots, m):
         _, targets_BL, weights_BL = microbatch(m)
         with comm_log.repeat(schedule.microbatches):
+            params = lora.join(base, params)
             nll, _ = stages.head_loss(params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state(slots))
         return to_varying(scale * nll, loss_axes)
 

@@ -84,8 +84,8 @@ def own_windows(config: ModelConfig, chunks: int) -> jax.Array | None:
 def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
     """(loss, gradients): what each stage has its own part of summed, the loss and whatever is in no layer."""
     shared = {name: value for name, value in grads.items() if name != "layers"}
-    size = sum(leaf.size for leaf in jax.tree.leaves(shared))
-    comm_log.exact("pp/grads", "backward", "psum", AXIS, jax.ShapeDtypeStruct((size,), jnp.float32))
+    if size := sum(leaf.size for leaf in jax.tree.leaves(shared)):  # adapters are in layers alone
+        comm_log.exact("pp/grads", "backward", "psum", AXIS, jax.ShapeDtypeStruct((size,), jnp.float32))
     comm_log.exact("pp/loss", "backward", "psum", AXIS, total)
     return lax.psum(total, AXIS), dict(grads, **lax.psum(shared, AXIS))
 

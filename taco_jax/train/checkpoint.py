@@ -245,7 +245,7 @@ class Checkpoints:
         scales, copy = targets.pop(_SCALES, None), targets.pop(_COPY, None)
         self._manager.wait_until_finished()
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
-        run = self._record(step)
+        run = self.record(step)
         self._check_complete(step, run, meta)
         described = _described(_tree({"state": self._readable(step, lambda: meta["state"])}, "state"))
         # Digests are of what is stored, so arrays come back in its type.
@@ -293,7 +293,7 @@ class Checkpoints:
           CheckpointError: a field is stored in another tree or of other sizes, or is not as it was saved.
         """
         meta = self._readable(step, lambda: self._manager.item_metadata(step))
-        run = self._record(step)
+        run = self.record(step)
         self._check_complete(step, run, meta)
         stored = {name: self._readable(step, lambda: _tree(meta, "state"))[name] for name in targets}
         described = _described(stored)
@@ -323,7 +323,7 @@ class Checkpoints:
                 f"checkpoint {self.folder / str(step)}: cannot be read ({what}); {self._before(step)}"
             ) from error
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, Any]:
         """The record of a step. Raises CheckpointError for that of another, and for one that is not as written."""
         args = self._ocp.args.Composite(run=self._ocp.args.JsonRestore())
         found = self._readable(step, lambda: self._manager.restore(step, args=args)["run"])
@@ -440,7 +440,8 @@ def _json_digest(values: dict[str, Any]) -> int:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _tree(meta: Any, item: str) -> Any:

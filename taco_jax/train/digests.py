@@ -65,6 +65,16 @@ def take_damaged(record: dict[str, Any], found: dict[str, jax.Array], stored: di
     return [name for name, digest in digests(arrays, limits).items() if digest != saved[name]]
 
 
+def of_params(params: Any, vocab_size: int) -> dict[str, int]:
+    """{name of a parameter: digest} without the vocabulary's padding: the same on every mesh."""
+    from taco_jax.models.huggingface import VOCAB_DIM
+
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    real = lambda name, shape: tuple(vocab_size if VOCAB_DIM.get(name) == dim else n for dim, n in enumerate(shape))
+    return digests(named, {name: real(name, leaf.shape) for name, leaf in named.items()})
+
+
 def digests(arrays: dict[str, jax.Array], limits: dict[str, tuple[int, ...]]) -> dict[str, int]:
     """{name: digest}, the same on every process; all of them call it with the same names.
 

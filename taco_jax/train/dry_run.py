@@ -31,7 +31,10 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. peak: XLA's arguments + outputs + temporaries - donated buffers of the compiled step."""
+    """Bytes on one device. base: weights that adapters leave as they are.
+
+    peak: XLA's arguments + outputs + temporaries - donated buffers of the compiled step.
+    """
 
     params: int
     copy: int
@@ -41,6 +44,7 @@ class Memory:
     batch: int
     temporary: int
     peak: int
+    base: int = 0
 
 
 def local_bytes(tree) -> int:
@@ -61,7 +65,7 @@ def memory(program: step_lib.Program) -> Memory:
     return Memory(
         local_bytes(shapes.params), local_bytes(shapes.copy), local_bytes(shapes.opt_state), local_bytes(shapes.scales),
         gradients=program.data_parallel.gradient_bytes, batch=local_bytes(program.batch_shapes),
-        temporary=analysis.temp_size_in_bytes, peak=peak,
+        temporary=analysis.temp_size_in_bytes, peak=peak, base=local_bytes(shapes.base),
     )  # fmt: skip
 
 
@@ -257,6 +261,9 @@ def _memory_text(config: TrainConfig, program: step_lib.Program) -> str:
     params = [("parameters (float32 master, the only stored copy)", m.params)]
     if m.copy:
         params = [(f"parameters (float32 master{shares})", m.params), (f"parameters ({copy} copy in use)", m.copy)]
+    if program.adapters is not None:
+        params = [(name.replace("parameters", "adapters"), size) for name, size in params]
+        params = [("parameters (float32, without gradient or optimiser)", m.base), *params]
     rows = [
         *params,
         (f"optimiser ({optim.describe(config.optimizer)}{shares})", m.optimizer),

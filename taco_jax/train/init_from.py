@@ -22,7 +22,7 @@ import jax
 
 from taco_jax.config import CheckpointConfig, ConfigError, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.huggingface import VOCAB_DIM
+from taco_jax.train.digests import of_params
 from taco_jax.train.model_files import check_vocabulary
 from taco_jax.train.workdir import CHECKPOINTS, CONFIG, read_config
 
@@ -34,7 +34,8 @@ HUGGING_FACE, GGUF, RUN = "Hugging Face", "GGUF", "run"
 
 
 class Source(NamedTuple):
-    """An opened source. step: of a run; checkpoint: of a model's files, whose weights are not read yet."""
+    """An opened source. step: of a run; checkpoint: of a model's files, whose weights are not read yet. adapted: a run
+    of adapters."""
 
     given: str
     path: Path
@@ -42,6 +43,7 @@ class Source(NamedTuple):
     model: ModelConfig
     step: int | None = None
     checkpoint: Checkpoint | None = None
+    adapted: bool = False
 
 
 class Start(NamedTuple):
@@ -91,25 +93,29 @@ def first_state(config: TrainConfig, program: Program) -> tuple[TrainState, Star
       ConfigError: weights that are missing, damaged, or not those of the config's model.
     """
     source = open_source(config)
-    stored = program.stored.pack(program.init(jax.random.key(config.seed)))
-    wanted = program.stored.shapes
+    state = program.init(jax.random.key(config.seed))
+    stored, wanted = program.stored.pack(state), program.stored.shapes
     # What it has drawn has served its purpose, and the devices may have no room for both.
-    jax.tree.map(lambda array: array.delete(), (stored.params, stored.copy))
-    taken = {"params": wanted.params}
+    drawn = (stored.params, stored.copy) if program.base is None else state.base
+    jax.tree.map(lambda array: array.delete(), drawn)
+    taken = {"params": wanted.params if program.base is None else program.base.shapes}
     if source.kind == RUN:
         taken |= {"opt_state": wanted.opt_state} if config.init_optimizer else {}
         taken = _read_run(source, taken, config.model.vocab_size)
     else:
         from taco_jax.inference.loading import read_params
 
-        taken = {"params": _said_by(config, lambda: read_params(source.checkpoint, wanted.params))}
+        taken = {"params": _said_by(config, lambda: read_params(source.checkpoint, taken["params"]))}
     if "opt_state" in taken:
         taken["opt_state"] = _with_new_schedule(taken["opt_state"])
-    stored = dataclasses.replace(stored, copy=None, **taken)
+    weights = taken["params"]
     origin = {
         "from": str(source.path), "kind": source.kind, "step": source.step, "optimizer": "opt_state" in taken,
-        "digests": _digests(stored.params, config.model.vocab_size),
+        "digests": of_params(weights, config.model.vocab_size),
     }  # fmt: skip
+    if program.base is not None:  # the adapters stay as they were drawn
+        return dataclasses.replace(state, base=program.base.unpack(weights)), Start(source, origin)
+    stored = dataclasses.replace(stored, copy=None, **taken)
     return program.stored.unpack(stored), Start(source, origin)
 
 
@@ -228,18 +234,20 @@ def _refuse_part_of_a_run(given: str, path: Path) -> None:
 def _open_run(given: str, path: Path, step: int | None) -> Source:
     from taco_jax.inference.run_folder import model_config
 
-    model, present = model_config(read_config(path / CONFIG), path / CONFIG), saved_steps(path)
+    settings, present = read_config(path / CONFIG), saved_steps(path)
+    model = model_config(settings, path / CONFIG)
     if not present:
         raise ConfigError(f"init_from={given}: the run has no checkpoint; wait for its first, or name another run")
     if step is not None and step not in present:
         raise ConfigError(
             f"init_from={given}: the run has no checkpoint of step {step}; present: {', '.join(map(str, present))}"
         )
-    return Source(given, path.absolute(), RUN, model, step=present[-1] if step is None else step)
+    adapted = (settings.get("lora") or {}).get("rank") is not None
+    return Source(given, path.absolute(), RUN, model, step=present[-1] if step is None else step, adapted=adapted)
 
 
 def _read_run(source: Source, targets: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The fields of the run's state that `targets` describes."""
+    """The fields of the run's state that `targets` describes. Adapters of a run are merged into its weights."""
     from taco_jax.train.checkpoint import Checkpoints
 
     settings, way = CheckpointConfig(enabled=False), f"--init-from {source.path}@{{}}"
@@ -247,7 +255,20 @@ def _read_run(source: Source, targets: dict[str, Any], vocab_size: int) -> dict[
         if source.step not in checkpoints.steps():
             raise ConfigError(f"init_from={source.given}: the checkpoint of step {source.step} is not complete")
         remedy = "leave init_optimizer out" if "opt_state" in targets else "use another run"
+        if source.adapted:
+            targets = dict(targets)
+            merged = {"params": _read_merged(source, targets.pop("params"))}
+            more = checkpoints.read_fields(source.step, targets, vocab_size, remedy) if targets else {}
+            return merged | more
         return checkpoints.read_fields(source.step, targets, vocab_size, remedy)
+
+
+def _read_merged(source: Source, shapes: Any) -> Any:
+    from taco_jax.inference.in_memory import name_of
+    from taco_jax.inference.run_folder import open_run
+
+    run = open_run(f"{source.path}@{source.step}")
+    return jax.tree_util.tree_map_with_path(lambda path, a: run.read(name_of(path), a.sharding, a.shape), shapes)
 
 
 def _with_new_schedule(opt_state: Any) -> Any:
@@ -257,16 +278,6 @@ def _with_new_schedule(opt_state: Any) -> Any:
     of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
     anew = lambda node: node._replace(count=node.count * 0) if of_schedule(node) else node
     return jax.tree.map(anew, opt_state, is_leaf=of_schedule)
-
-
-def _digests(params: Any, vocab_size: int) -> dict[str, int]:
-    """{parameter: digest} without the vocabulary's padding: the same on every mesh."""
-    from taco_jax.train.digests import digests
-
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    real = lambda name, shape: tuple(vocab_size if VOCAB_DIM.get(name) == dim else n for dim, n in enumerate(shape))
-    return digests(named, {name: real(name, leaf.shape) for name, leaf in named.items()})
 
 
 def _said_by(config: TrainConfig, action: Any) -> Any:

@@ -10,6 +10,7 @@ files.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -28,7 +29,7 @@ from taco_jax.launch import distributed
 from taco_jax.launch.preemption import StopRequests
 from taco_jax.models.params import count_params
 from taco_jax.nn.vocab_parallel import pad_vocab
-from taco_jax.train import init_from, model_files
+from taco_jax.train import base, init_from, model_files
 from taco_jax.train.checkpoint import Checkpoints, SaveError
 from taco_jax.train.log_file import check_log_file, log_to, say
 from taco_jax.train.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
@@ -143,6 +144,7 @@ class Run:
         self.state: Any = None
         self.start: init_from.Start | None = None
         self.lineage: dict[str, Any] | None = None  # where the first weights are from, as checkpoints' records have it
+        self.base_digest: int | None = None  # of the weights to which adapters belong
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
         self.owed = False
@@ -150,7 +152,7 @@ class Run:
         devices = jax.local_devices()
         peak = bf16_peak(devices[0].device_kind)
         self.peak_flops = peak and peak * config.mesh.size
-        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length, program.adapters)
         self.sent: dict[str, Any] = {}  # what a record says of messages
         # Notes when a step's metrics are there: this thread may come later, when the next step is done too.
         self.watch = ThreadPoolExecutor(1)
@@ -169,6 +171,8 @@ class Run:
             say(f"weights of {init_from.described(self.start.origin)}")
         elif chosen is None:
             self.state = self.program.init(jax.random.key(config.seed))
+            if self.program.base is not None:
+                remarks.append(f"lora.rank={config.lora.rank} without init_from: the weights that stay are random")
         else:
             stored, run, remarks = self.checkpoints.restore(
                 chosen,
@@ -177,6 +181,9 @@ class Run:
                 lambda: self.program.init(jax.random.key(config.seed)).scales,
             )
             self.state = self.program.stored.unpack(stored)
+            if self.program.base is not None:
+                self.base_digest = run.get(base.DIGEST)
+                self.state = dataclasses.replace(self.state, base=self.program.base.read(config, self.base_digest))
             self.batches.restore(run["data"])
             self.step = chosen
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
@@ -186,6 +193,8 @@ class Run:
             say(f"resumed from step {chosen}")
             if config.init_from is not None:
                 remarks.append(f"init_from={config.init_from} is not read again: the workdir has checkpoints")
+        if chosen is None and self.program.base is not None:
+            self.base_digest = self.program.base.keep(self.state.base, config)
         if jax.process_index() == 0:
             remarks += model_files.keep(config, self.start)
         # A finished run keeps its records: nothing is going to make them again.
@@ -210,6 +219,11 @@ class Run:
             f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
             f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"
         )
+        if (adapters := self.program.adapters) is not None:
+            say(
+                f"adapters of rank {adapters.rank}, scale {adapters.scale:g}, on {', '.join(adapters.targets)}: "
+                f"{adapters.count(config.model) / 1e6:,.2f}M parameters are trained"
+            )
         say(f"codecs: {self.program.table.codecs()}{fed}")
         if config.mesh.pp > 1:
             schedule = self.program.schedule_of_stages
@@ -391,6 +405,7 @@ class Run:
         state = self.program.stored.pack(self.state)
         run = {"data": self.batches.state(), "seed": self.config.seed}
         run |= {} if self.lineage is None else {"started_from": self.lineage}
+        run |= {} if self.base_digest is None else {base.DIGEST: self.base_digest}
         size = self.config.model.vocab_size
         vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
         self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)

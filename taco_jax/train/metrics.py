@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from taco_jax.config import ConfigError, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
+from taco_jax.models.lora import Adapters
 from taco_jax.train.workdir import METRICS, WANDB, set_aside, write_text
 
 # Dense bf16 peak in FLOP/s by the start of jax's device_kind, from NVIDIA's data sheets (without sparsity). First
@@ -51,17 +52,19 @@ def bf16_peak(device_kind: str) -> float | None:
     return next((peak for name, peak in BF16_PEAK if device_kind.startswith(name)), None)
 
 
-def flops_per_token(model: ModelConfig, length: int) -> float:
+def flops_per_token(model: ModelConfig, length: int, adapters: Adapters | None = None) -> float:
     """Model FLOPs of forward and backward per trained token: 6 per weight in a matrix product, 12 * L * heads *
     head_dim per layer for attention scores (not halved for causality, recomputation not counted), as in PaLM (arXiv
     2204.02311, appendix B). The embedding lookup is no product; the output head is, tied or not. In layers with a
-    sliding window, L is at most the window. Ends of documents are not counted: whole sequences are computed."""
+    sliding window, L is at most the window. Ends of documents are not counted: whole sequences are computed. With
+    adapters 4 per weight of the model, which has no gradient of its own, and 6 per weight of an adapter."""
     query, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     layer = model.d_model * (2 * query + 2 * kv + (3 if model.gated_mlp else 2) * model.d_mlp)
     weights = model.n_layers * layer + model.vocab_size * model.d_model
     kinds = model.windows if isinstance(model.windows, tuple) else (model.windows,) * model.n_layers
     seen = sum(min(length, model.sliding_window) if slides else length for slides in kinds)
-    return 6 * weights + 12 * seen * query
+    products = 6 * weights if adapters is None else 4 * weights + 6 * adapters.count(model)
+    return products + 12 * seen * query
 
 
 def peak_memory(devices: Any) -> int | None:

@@ -26,7 +26,7 @@ from taco_jax.train.shards import Cut
 _WHOLE = "whole"  # of a leaf that is stored as it is
 
 
-def _gathered(a: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+def gathered(a: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     """`a` with its layers on every stage, where XLA can change their order in no other way, which it would complain of.
 
     That is where devices hold the same part of `target`; elsewhere they exchange layers.
@@ -70,6 +70,7 @@ class Stored:
 
     def pack(self, state: Any) -> Any:
         """A state -> what is stored of it. Arrays that need no change are the state's own."""
+        state = dataclasses.replace(state, base=None)  # which has a place of its own
         state = self._kept(self._change(state, self._without_padding))
         return state if self._chunks == 1 else self._reshaped(layout.join, state, self.shapes)
 
@@ -87,7 +88,7 @@ class Stored:
 
     def _reshaped(self, way, state: Any, shapes: Any) -> Any:
         def reshape(state):
-            return self._each_param(way(self._chunks), jax.tree.map(_gathered, state, shapes))
+            return self._each_param(way(self._chunks), jax.tree.map(gathered, state, shapes))
 
         return jax.jit(reshape, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))(state)
 

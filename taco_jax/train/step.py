@@ -41,12 +41,13 @@ from taco_jax.config import (
 )
 from taco_jax.data.sources import end_token
 from taco_jax.mesh import AXES
-from taco_jax.models import decoder
+from taco_jax.models import decoder, lora
 from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
 from taco_jax.train import optim
+from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
 from taco_jax.train.state_layout import Stored
@@ -73,6 +74,8 @@ class TrainState:
     step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
     name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else. copy:
     the parameters that the model computes with, where params are masters of which each rank has a share; else None.
+    base: the model's parameters where params are adapters alone (`taco_jax.models.lora`), which no step changes; else
+    None.
     """
 
     step: Any
@@ -82,10 +85,11 @@ class TrainState:
     skipped: Any
     skipped_in_a_row: Any
     copy: Any = None
+    base: Any = None
 
     @property
     def weights(self) -> Any:
-        """Returns the parameters that the model computes with."""
+        """Returns the trained parameters, or adapters, that the model computes with."""
         return self.params if self.copy is None else self.copy
 
 
@@ -129,12 +133,17 @@ class Program:
             end_token=end_token(config),
             loss_chunk=config.loss_chunk,
             precision="highest" if config.compute_dtype == "float32" else None,
+            adapter_scale=1.0 if config.lora.rank is None else config.lora.scale,
         )
+        self.adapters = lora.Adapters.of(config.lora, config.model)
         self.schedule_of_stages = pipeline_schedule(config)
         self._chunks = layout.chunks_of(self.schedule_of_stages)
         # The axes over which parameters that are whole there have gradients of their own on every rank.
         self._axes = ("dp",) if self.schedule_of_stages is None else ("dp", pipeline.AXIS)
-        self._param_specs = layout.specs(decoder.param_specs(config.model, config.mesh.tp), self.schedule_of_stages)
+        specs = decoder.param_specs(config.model, config.mesh.tp)
+        self._base_specs = {} if self.adapters is None else layout.specs(specs, self.schedule_of_stages)
+        specs = specs if self.adapters is None else self.adapters.specs(specs)
+        self._param_specs = layout.specs(specs, self.schedule_of_stages)
         self._site_shapes = {
             site: (config.model.n_layers,) if site.startswith("layers/") else ()
             for site, compression in self.parallel.plan
@@ -147,7 +156,9 @@ class Program:
         orthogonal = WholeMatrices(self.data_parallel, stacked_dims)
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, stacked_dims, orthogonal)
         self.state_shapes = self._abstract_state()
-        self.stored = Stored(self.data_parallel, self.state_shapes, self._chunks)
+        stored = dataclasses.replace(self.state_shapes, base=None)
+        self.stored = Stored(self.data_parallel, stored, self._chunks)
+        self.base = None if self.adapters is None else Base(self.state_shapes.base, self._chunks, mesh)
 
     @property
     def codecs(self) -> list[str]:
@@ -180,7 +191,14 @@ class Program:
         return jax.jit(self._new_state, out_shardings=shardings)(key)
 
     def _new_params(self, key) -> Any:
+        return self._new_model(key) if self.adapters is None else self._new_adapters(key)
+
+    def _new_model(self, key) -> Any:
         params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
+        return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
+
+    def _new_adapters(self, key) -> Any:
+        params = self.adapters.init(self.config.model, jax.random.fold_in(key, 1))
         return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
 
     def _new_state(self, key) -> TrainState:
@@ -197,6 +215,7 @@ class Program:
             skipped=zero,
             skipped_in_a_row=zero,
             copy=copy,
+            base=None if self.adapters is None else self._new_model(key),
         )
 
     def _new_scales(self):
@@ -225,6 +244,7 @@ class Program:
             skipped=P(),
             skipped_in_a_row=P(),
             copy=self._param_specs if dp.has_copy else None,
+            base=self._base_specs or None,
         )
         place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
         return jax.tree.map(place, shapes, specs)
@@ -306,6 +326,7 @@ class Program:
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,
             # A difference may be sent though no master has moved.
             copy=keep(copy, state.copy),
+            base=state.base,
         )
         metrics = {
             "loss": loss,
@@ -328,11 +349,11 @@ class Program:
         predicted = tokens.shape[0] * (tokens.shape[1] - 1)
         exponents = self._exponents(state)
 
-        def local(params, exponents, tokens_BL):
-            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
+        def local(params, base, exponents, tokens_BL):
+            params, base = (self._varying(tree) for tree in (params, base))
             slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
 
-            gradient = self._value_and_grad(exponents, predicted)
+            gradient = self._value_and_grad(base, exponents, predicted)
             if config.accumulation == 1:
                 total, (grads, measures) = gradient(params, slots, tokens_BL)
             else:
@@ -353,23 +374,27 @@ class Program:
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self._param_specs, P(), P("dp")),
+            in_specs=(self._param_specs, self._base_specs, P(), P("dp")),
             out_specs=(P(), self.data_parallel.partial_specs, P()),
         )
-        return run(state.weights, exponents, tokens)
+        return run(state.weights, state.base or {}, exponents, tokens)
 
-    def _value_and_grad(self, exponents, predicted: int):
+    def _varying(self, params: Any) -> Any:
+        return jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
+
+    def _value_and_grad(self, base, exponents, predicted: int):
         """f(params, slots, tokens int32[B, L + 1]) -> (part of the mean loss over `predicted` tokens, gradients)."""
 
         def loss(params, slots, tokens_BL):
-            nll, _ = self._loss(params, exponents, slots, tokens_BL, jnp.ones(tokens_BL[:, 1:].shape))
+            ones = jnp.ones(tokens_BL[:, 1:].shape)
+            nll, _ = self._loss(lora.join(base, params), exponents, slots, tokens_BL, ones)
             return nll / predicted
 
         def one_f1b(params, slots, tokens_BL):
             batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
             model = self.config.model, self.parallel, self.schedule_of_stages
             arguments = (params, slots, exponents, *batch, 1 / predicted, *model)
-            return pipeline.value_and_grad(*arguments)
+            return pipeline.value_and_grad(*arguments, base=base)
 
         explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
         return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
@@ -378,8 +403,8 @@ class Program:
         tokens = batch["tokens"]
         weights = batch.get("weights", jnp.ones(tokens[:, 1:].shape))
 
-        def local(params, exponents, tokens_BL, weights_BL):
-            params = jax.tree.map(lambda p: to_varying(p.astype(jnp.float32), self._axes), params)
+        def local(params, base, exponents, tokens_BL, weights_BL):
+            params = lora.join(self._varying(base), self._varying(params))
 
             def microbatch(carry, batch):
                 result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
@@ -391,9 +416,9 @@ class Program:
             (nll, count), _ = lax.scan(microbatch, (zero, zero), (cut(tokens_BL), cut(weights_BL)))
             return lax.psum(nll, self._axes), lax.psum(count, self._axes)
 
-        specs = (self._param_specs, P(), P("dp"), P("dp"))
+        specs = (self._param_specs, self._base_specs, P(), P("dp"), P("dp"))
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
-        return run(state.weights, self._exponents(state), tokens, weights)
+        return run(state.weights, state.base or {}, self._exponents(state), tokens, weights)
 
     def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}

@@ -19,6 +19,7 @@ from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
 PROFILE, WANDB = "profile", "wandb_run"
+BASE = "base"
 LOCK = ".lock"
 # What one resumed run may change without a word: how it is run, not what it computes.
 _UNREMARKABLE = (
@@ -94,7 +95,7 @@ def _open(config: TrainConfig) -> list[str]:
         probe.touch()
         probe.unlink()
         changed = _changed(read_config(path), now)
-        model = [text for key, text in changed.items() if key.startswith("model.")]
+        model = [text for key, text in changed.items() if key.startswith(("model.", "lora."))]
         if model:
             source = read_config(path).get("init_from")
             again = f" (--init-from {source} again)" if source is not None and config.init_from is None else ""

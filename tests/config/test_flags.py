@@ -39,7 +39,8 @@ EXPERIMENTS = (
 
 def test_every_key_has_a_sentence():
     """The help of a field is the string under it, which tyro reads from the source."""
-    source = inspect.getsource(taco_jax.config.settings) + inspect.getsource(taco_jax.models.config)
+    modules = taco_jax.config.settings, taco_jax.config.lora, taco_jax.models.config
+    source = "".join(map(inspect.getsource, modules))
     for key in keys(TrainConfig()):
         name = key.rpartition(".")[2]
         assert re.search(rf'^    {name}: [^\n]*\n    """[A-Z\'][^\n]*\."""$', source, re.M), key
