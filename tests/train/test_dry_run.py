@@ -5,6 +5,7 @@ import re
 
 import jax
 import pytest
+import token_writers
 from programs import CONFIG
 
 from pallas_kernels import OPERATIONS
@@ -214,7 +215,7 @@ def test_bytes_over_dp_are_listed():
 
 
 def test_what_positions_attend_to_is_said(tmp_path):
-    (tmp_path / "meta.json").write_text('{"end_token": {"text": "<end>", "id": 10}}')
+    token_writers.prepared(tmp_path, [[1, 10]], end=10)
     model = dataclasses.replace(CONFIG.model, sliding_window=8, attention_pattern="sf")
     data = dataclasses.replace(CONFIG.data, train=str(tmp_path), document_mask=True)
     config = dataclasses.replace(CONFIG, model=model, data=data)
