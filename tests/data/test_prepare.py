@@ -470,6 +470,27 @@ def test_a_token_file_of_another_length(config, tmp_path):
         prepare(config)
 
 
+@pytest.mark.parametrize("key, value", [("splits", None), ("splits", {}), ("left_out", 3), ("vocab_size", "x")])
+def test_a_damaged_record_of_a_whole_folder(key, value, config, tmp_path):
+    prepare(config)
+    path = tmp_path / "out/meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match="damaged") as error:
+        prepare(config)
+    assert "\n" not in str(error.value) and str(tmp_path / "out") in str(error.value)
+
+
+@pytest.mark.parametrize("key, value", [("settings", None), ("position", {"file": 0}), ("closed", 3), ("counts", 3)])
+def test_a_damaged_record_of_an_unfinished_folder(key, value, config, tmp_path):
+    stopped(config)
+    path = tmp_path / "out/.progress/state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    before = tree(tmp_path / "out")
+    with pytest.raises(ConfigError, match="remove the folder") as error:
+        prepare(config)
+    assert "\n" not in str(error.value) and tree(tmp_path / "out") == before
+
+
 LINE = json.dumps({"text": "fine"}).encode() + b"\n"
 BAD_LINES = {
     b'{"text": "cut\n': "a.jsonl line 3: is no JSON (",
