@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ import text_corpus
 from helpers import REPOSITORY
 from text_corpus import END, expected, sentences, stored, tokenizer_folder, tree
 
-from taco_jax.config import ConfigError, cli
+from taco_jax.config import ConfigError, DataConfig, cli
+from taco_jax.data import open_data, open_prepared
 from taco_jax.data.prepare import command, encoding, output, text_files
 from taco_jax.data.prepare.command import PrepareConfig, main, prepare
 from taco_jax.data.prepare.encoding import Encoder, Task
@@ -149,6 +151,25 @@ def test_wide_ids(config, tmp_path):
     meta = prepare(dataclasses.replace(config, validation=0.0, **options))
     assert stored(tmp_path / "out")["train"] == [1, 69_999, 65_536, 70_000]
     assert (meta["dtype"], meta["vocab_size"]) == ("uint32", 70_001)
+
+
+def test_a_model_may_lack_tokens_that_no_text_has(config, tmp_path):
+    """Gemma 3's tokenizer has one token more than its models of text."""
+    from tokenizers import Tokenizer
+
+    path = Path(config.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    library = Tokenizer.from_file(str(path))
+    size = library.get_vocab_size()
+    library.add_special_tokens(["<|image|>"])
+    library.save(str(path))
+    meta = prepare(config)
+    folder = open_prepared(tmp_path / "out")
+    largest = max(int(folder.stream(split)[:].max()) for split in ("train", "validation"))
+    assert (folder.vocab_size, folder.largest_id, meta["largest_id"]) == (size + 1, largest, largest)
+    assert len(open_data(DataConfig(train=config.out), largest + 1)[0])
+    with pytest.raises(ConfigError, match=f"its tokenizer has {size + 1} ids .*model.vocab_size={largest}; use"):
+        open_data(DataConfig(train=config.out), largest)
 
 
 def test_special_tokens_that_a_text_spells_out(config, tmp_path, tokenizer):
