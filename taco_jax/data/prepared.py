@@ -40,8 +40,8 @@ class Prepared:
     """A prepared folder whose files are there and have their sizes.
 
     dtype: "uint16" or "uint32". vocab_size: the tokenizer's ids are below it. largest_id: of the files. end_text,
-    end_id: of the token that ends every document. tokenizer: the path of its tokenizer.json; the tokenizer's other files stand
-    beside it. splits: the files of "train" and "validation", () where there is none.
+    end_id: of the token that ends every document. tokenizer: the path of its tokenizer.json; the tokenizer's other
+    files stand beside it. splits: the files of "train" and "validation", () where there is none.
     """
 
     folder: Path
