@@ -31,6 +31,8 @@ def parse_sources(train: str | tuple[str, ...]) -> tuple[DataSource, ...]:
     texts = (train,) if isinstance(train, str) else train
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(f"data.train={train!r}: must name a source of tokens, or several; try austen")
+    for text in texts:
+        check_path(text, "data.train")
     sources = tuple(map(_parse, texts))
     _check_names(sources)
     _check_weights(sources)
@@ -39,8 +41,23 @@ def parse_sources(train: str | tuple[str, ...]) -> tuple[DataSource, ...]:
 
 def check_validation(name: str | None) -> None:
     """Raises ConfigError for a weight on `data.validation`, which is one source, read whole."""
-    if name is not None and (source := _parse(name, "data.validation")).weight is not None:
+    if name is None:
+        return
+    check_path(name, "data.validation")
+    if (source := _parse(name, "data.validation")).weight is not None:
         raise ConfigError(f"data.validation={name!r}: is one source, which has no weight; say {source.name}")
+
+
+def check_path(text: str, key: str) -> None:
+    """Raises ConfigError for a text that no file can have as its path."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, ValueError) as error:  # too long, a circle of links; a zero byte
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}={shown!r}: cannot be read ({reason})") from None
 
 
 def proportions(sources: tuple[DataSource, ...]) -> tuple[int, ...] | None:

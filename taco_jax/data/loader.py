@@ -36,9 +36,10 @@ class Windows:
     def __init__(self, tokens: TokenStream | np.ndarray, length: int, vocab_size: int, name: str):
         self.tokens, self.length, self.vocab_size, self.name = tokens, length, vocab_size, name
         if len(tokens) < length + 1:
+            fits = f" or a sequence_length of at most {len(tokens) - 1}" if len(tokens) > 1 else ""
             raise DataError(
                 f"{name}: too short: {len(tokens)} tokens, one window needs data.sequence_length + 1 = "
-                f"{length + 1}; use a longer file or a sequence_length of at most {max(len(tokens) - 1, 0)}"
+                f"{length + 1}; use a longer file{fits}"
             )
 
     def __len__(self) -> int:
@@ -232,7 +233,10 @@ def evaluation_batches(config: TrainConfig, tokens: TokenStream | np.ndarray) ->
         return iter(())
     names = ", ".join(source.name for source in config.data.sources)
     name = config.data.validation or f"the validation part of {names}"
-    windows = Windows(tokens, config.data.sequence_length, config.model.vocab_size, name)
+    try:
+        windows = Windows(tokens, config.data.sequence_length, config.model.vocab_size, name)
+    except DataError as error:
+        raise DataError(f"{error}, other data.validation, or evaluation.batches=0 for a run without it") from None
     batch = config.global_batch
     count = -(-len(windows) // batch)
     if config.evaluation.batches is not None:

@@ -1,9 +1,9 @@
 """Prepared folders: token files with a `meta.json`, which `taco_jax.prepare` writes last, and the tokenizer's files.
 
 `open_prepared` reads and checks one. meta.json is {"format": "taco_jax tokens", "version": 1, "dtype": "uint16" or
-"uint32" (little-endian), "vocab_size": all ids are below it, "end_token": {"text", "id"}, "tokenizer": {"file",
-"sha256"}, "splits": {"train": {"tokens", "documents", "files": [{"name", "tokens", "documents", "sha256"}, ...]},
-"validation": the same}, "sources": [...]}. Every document ends with the end token.
+"uint32" (little-endian), "vocab_size": of the tokenizer, "largest_id": of the files, "end_token": {"text", "id"},
+"tokenizer": {"file", "sha256"}, "splits": {"train": {"tokens", "documents", "files": [{"name", "tokens", "documents",
+"sha256"}, ...]}, "validation": the same}, "sources": [...]}. Every document ends with the end token.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PreparedFile:
 class Prepared:
     """A prepared folder whose files are there and have their sizes.
 
-    dtype: "uint16" or "uint32". vocab_size: all ids are below it. end_text, end_id: of the token that ends every
-    document. tokenizer: the path of its tokenizer.json; the tokenizer's other files stand beside it. splits: the files
-    of "train" and "validation", () where there is none.
+    dtype: "uint16" or "uint32". vocab_size: the tokenizer's ids are below it. largest_id: of the files. end_text,
+    end_id: of the token that ends every document. tokenizer: the path of its tokenizer.json; the tokenizer's other
+    files stand beside it. splits: the files of "train" and "validation", () where there is none.
     """
 
     folder: Path
@@ -52,6 +52,13 @@ class Prepared:
     tokenizer: Path
     tokenizer_sha256: str
     splits: dict[str, tuple[PreparedFile, ...]]
+    largest_id: int
+
+    @property
+    def needed_vocabulary(self) -> int:
+        """Returns the least vocabulary that has all ids of the files. Some tokenizers have tokens that their models
+        lack (Gemma 3's image token)."""
+        return self.largest_id + 1
 
     def stream(self, split: str) -> TokenStream:
         """Returns the tokens of "train" or "validation", mapped into memory, in the order of the files."""
@@ -141,6 +148,7 @@ def _parse(folder: Path, meta: dict[str, Any]) -> Prepared:
         tokenizer=_inside(folder, tokenizer["file"]),
         tokenizer_sha256=str(tokenizer["sha256"]),
         splits=splits,
+        largest_id=_count(meta, "largest_id") if "largest_id" in meta else vocab_size - 1,
     )
 
 

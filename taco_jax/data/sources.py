@@ -176,7 +176,7 @@ def _held_out(source: Source, fraction: float) -> Source:
 
 def _open_prepared(name: str, vocab_size: int, checked: int) -> Source:
     prepared = open_prepared(name)
-    if prepared.vocab_size > vocab_size:
+    if prepared.needed_vocabulary > vocab_size:
         raise DataError(
             f"{name}: its tokenizer has {prepared.vocab_size:,} ids ({META}), and model.vocab_size={vocab_size}; use "
             f"--model.vocab-size {prepared.vocab_size}, or data of the model's tokenizer"

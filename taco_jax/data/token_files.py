@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import tokenize
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,9 @@ def _open_npy(path: Path, start: bytes) -> TokenStream:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, columns_first, dtype = read(file)
             offset = file.tell()
-    except ValueError as error:
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"shape {shape}")
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
         raise DataError(f"{path}: damaged NumPy header ({' '.join(str(error).split())})") from None
     if dtype.kind not in "iu":
         raise DataError(f"{path}: holds an array of {dtype}; token ids are integers: save array.astype(np.uint32)")

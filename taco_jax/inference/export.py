@@ -338,7 +338,7 @@ def _token_ids(run: RunFolder, tokenizer: Any) -> dict[str, Any]:
     """Returns bos_token_id, eos_token_id and pad_token_id, None for none: transformers' defaults are another model's.
 
     Those of the config.json that the model came with, else of its generation_config.json, else of its tokenizer, else
-    of the run's data.
+    of the run's data. A tokenizer may have tokens that the model lacks: transformers loads no model that pads with one.
     """
     from taco_jax.inference.model_folder import read_object
     from taco_jax.inference.templates import special_tokens
@@ -350,8 +350,17 @@ def _token_ids(run: RunFolder, tokenizer: Any) -> dict[str, Any]:
         key, text = f"{name}_id", texts.get(name)
         of_text = tokenizer.id_of(text) if tokenizer is not None and text is not None else None
         said = (run.source.get(key), generation.get(key), of_text, run.end_token if name == "eos_token" else None)
-        ids[key] = next((value for value in said if value is not None), None)
+        fitting = (_in_vocabulary(value, run.config.vocab_size) for value in said)
+        ids[key] = next((value for value in fitting if value is not None), None)
     return ids
+
+
+def _in_vocabulary(said: Any, vocab_size: int) -> Any:
+    """Returns an id, or those of a list, that the model has; None for none."""
+    fits = lambda token: type(token) is int and 0 <= token < vocab_size
+    if isinstance(said, list):
+        return [token for token in said if fits(token)] or None
+    return said if fits(said) else None
 
 
 def _dtype_of(source: Mapping[str, Any]) -> str:

@@ -349,6 +349,8 @@ def load_run(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 def model_config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
     """Returns the model of a run's settings. Fields that an older run's file has not are at their defaults."""
+    if not isinstance(settings.get("model"), dict):
+        raise ConfigError(f"{where}: is not that of a training run, which has a part 'model'")
     given = dict(settings["model"])
     known = [field.name for field in dataclasses.fields(ModelConfig)]
     if unknown := sorted(given.keys() - set(known)):

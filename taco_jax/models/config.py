@@ -115,6 +115,12 @@ class ModelConfig:
             if value > LARGEST_SIZE:
                 shown = value if value < 10**30 else f"a number of {value.bit_length()} bits"
                 raise ValueError(f"{key}={shown}: must be at most {LARGEST_SIZE}")
+        for field in dataclasses.fields(self):  # a file may hold anything
+            value = getattr(self, field.name)
+            if type(field.default) is bool and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r}: must be True or False")
+            if type(field.default) is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{field.name}={value!r}: must be a number, such as {field.default}")
         for key, allowed in (("norm", NORMS), ("positions", POSITIONS), ("activation", ACTIVATIONS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)!r}: must be one of {', '.join(allowed)}")

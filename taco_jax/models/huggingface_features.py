@@ -103,7 +103,7 @@ def _scaled(rope: Mapping[str, Any], where: str, hf: Mapping[str, Any], max_leng
     if len({str(value) for _, value in named}) > 1:
         raise ValueError(f"{where}.type={rope['type']!r}: is another name of rope_type={rope['rope_type']!r}; keep one")
     name, kind = named[0] if named else ("rope_type", "default")
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ValueError(f"{where}.{name}={kind!r}: this decoder has {', '.join(_ROPE_KEYS)}")
     for key, value in rope.items():
         if value is None or key in (*_NAMES, "rope_theta", *_NO_EFFECT) or key in _ROPE_KEYS[kind]:

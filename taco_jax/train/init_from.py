@@ -141,6 +141,8 @@ def open_source(config: TrainConfig) -> Source:
         return _open_run(given, run, step)
     _refuse_part_of_a_run(given, path)
     if step is not None:
+        if not path.exists():
+            raise ConfigError(f"init_from={given}: there is no run {path}; name a run's workdir, as runs/x@{step}")
         raise ConfigError(f"init_from={given}: {path} is no run, and only runs have steps; leave @{step} out")
     if config.init_optimizer:
         raise ConfigError(

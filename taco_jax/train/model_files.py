@@ -64,7 +64,7 @@ def keep(config: TrainConfig, start: Start | None) -> list[str]:
 def check_vocabulary(config: TrainConfig) -> None:
     """Raises DataError for prepared data with more ids than the model has."""
     for folder in prepared_folders(config.data.sources):
-        if folder.vocab_size > config.model.vocab_size:
+        if folder.needed_vocabulary > config.model.vocab_size:
             raise DataError(
                 f"{folder.folder}: its tokenizer has {folder.vocab_size} ids, the model of "
                 f"init_from={config.init_from} {config.model.vocab_size}; prepare the data with its own tokenizer"

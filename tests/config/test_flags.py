@@ -308,6 +308,11 @@ def test_a_stored_config_of_no_run_needs_a_workdir(tmp_path):
         ({"mesh": {"tp": "3"}}, "config.json: mesh.tp='3': must be of type int, is str; 3 would do"),
         ({"mesh": {"tp": 0}}, "config.json: mesh.tp=0: must be at least 1"),
         ({"model": {"n_kv_heads": 3}}, "config.json: model.n_kv_heads=3: must divide n_heads=8"),
+        ({"model": {"norm_eps": None}}, "config.json: model.norm_eps=None: must be a number, such as 1e-06"),
+        ({"model": {"init_std": "0.1"}}, "config.json: model.init_std='0.1': must be a number, such as 0.02"),
+        ({"model": {"rope_theta": [1]}}, "config.json: model.rope_theta=[1]: must be a number"),
+        ({"model": {"tied_head": "false"}}, "config.json: model.tied_head='false': must be True or False"),
+        ({"model": {"qk_norm": None}}, "config.json: model.qk_norm=None: must be True or False"),
         ({"model": "llama"}, "is not the config.json of a run"),
     ],
 )

@@ -192,6 +192,8 @@ def test_validation_covers_every_window_once():
     assert list(data.evaluation_batches(off, np.arange(3))) == []
     with pytest.raises(data.DataError, match="the validation part of austen: too short"):
         data.evaluation_batches(config, np.arange(8))
+    with pytest.raises(data.DataError, match="use a longer file, other data.validation, or evaluation.batches=0"):
+        data.evaluation_batches(config, np.arange(1))  # no length would do
 
 
 def test_device_batch_is_the_whole_batch(make_mesh):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ import text_corpus
 from helpers import REPOSITORY
 from text_corpus import END, expected, sentences, stored, tokenizer_folder, tree
 
-from taco_jax.config import ConfigError, cli
+from taco_jax.config import ConfigError, DataConfig, cli
+from taco_jax.data import open_data, open_prepared
 from taco_jax.data.prepare import command, encoding, output, text_files
 from taco_jax.data.prepare.command import PrepareConfig, main, prepare
 from taco_jax.data.prepare.encoding import Encoder, Task
@@ -172,6 +174,26 @@ def test_the_vocabulary_of_a_gguf_file_is_what_a_run_keeps_of_it(config, tmp_pat
     assert "tokenizer.json" in kept and all((tmp_path / "out" / name).read_bytes() == kept[name] for name in kept)
     eos = open_checkpoint(file).eos
     assert meta["end_token"]["id"] in eos and 12 not in eos
+
+
+def test_a_model_may_lack_tokens_that_no_text_has(config, tmp_path, monkeypatch):
+    """Gemma 3's tokenizer has one token more than its models of text."""
+    from tokenizers import Tokenizer
+
+    path = Path(config.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    library = Tokenizer.from_file(str(path))
+    size = library.get_vocab_size()
+    library.add_special_tokens(["<|image|>"])
+    library.save(str(path))
+    monkeypatch.setattr(command, "BATCH_CHARS", 500)  # some batches, the last of which has no such id
+    meta = prepare(config)
+    folder = open_prepared(tmp_path / "out")
+    largest = max(int(folder.stream(split)[:].max()) for split in ("train", "validation"))
+    assert (folder.vocab_size, folder.largest_id, meta["largest_id"]) == (size + 1, largest, largest)
+    assert len(open_data(DataConfig(train=config.out), largest + 1)[0])
+    with pytest.raises(ConfigError, match=f"its tokenizer has {size + 1} ids .*model.vocab_size={largest}; use"):
+        open_data(DataConfig(train=config.out), largest)
 
 
 def test_special_tokens_that_a_text_spells_out(config, tmp_path, tokenizer):
@@ -491,6 +513,27 @@ def test_a_token_file_of_another_length(config, tmp_path):
     (tmp_path / "out/train-00000.bin").unlink()
     with pytest.raises(ConfigError, match="its token file train-00000.bin is missing"):
         prepare(config)
+
+
+@pytest.mark.parametrize("key, value", [("splits", None), ("splits", {}), ("left_out", 3), ("vocab_size", "x")])
+def test_a_damaged_record_of_a_whole_folder(key, value, config, tmp_path):
+    prepare(config)
+    path = tmp_path / "out/meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match="damaged") as error:
+        prepare(config)
+    assert "\n" not in str(error.value) and str(tmp_path / "out") in str(error.value)
+
+
+@pytest.mark.parametrize("key, value", [("settings", None), ("position", {"file": 0}), ("closed", 3), ("counts", 3)])
+def test_a_damaged_record_of_an_unfinished_folder(key, value, config, tmp_path):
+    stopped(config)
+    path = tmp_path / "out/.progress/state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    before = tree(tmp_path / "out")
+    with pytest.raises(ConfigError, match="remove the folder") as error:
+        prepare(config)
+    assert "\n" not in str(error.value) and tree(tmp_path / "out") == before
 
 
 LINE = json.dumps({"text": "fine"}).encode() + b"\n"

@@ -56,6 +56,8 @@ def test_text_of_sources(text, sources, ratio):
         ((), "data.train=(): must name a source of tokens, or several; try austen"),
         ("", "data.train='': must name a source of tokens"),
         (("a", 1), "data.train=('a', 1): must name a source of tokens"),
+        ("a" * 5000, f"data.train='{'a' * 57}...': cannot be read (File name too long)"),
+        (("b:1", "a\0:1"), "data.train='a\\x00:1': cannot be read (embedded null byte)"),
         (3, "data.train=3: must be of type str or tuple, is int"),
     ],
 )
@@ -64,6 +66,11 @@ def test_text_that_cannot_be(repository, monkeypatch, train, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as error:
         DataConfig(train=train)
     assert "\n" not in str(error.value)
+
+
+def test_validation_is_a_path_too():
+    with pytest.raises(ConfigError, match="data.validation='aaa.*cannot be read .File name too long"):
+        DataConfig(validation="a" * 5000)
 
 
 def test_validation_has_no_weight():

@@ -127,6 +127,12 @@ def saved(folder, array):
     return folder / "a.npy"
 
 
+def header(folder, shape, size):
+    text = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    (folder / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(size))
+    return folder / "a.npy"
+
+
 UNUSABLE = {
     "megatron, a cut index": (lambda f: cut(index(f), 60), "a.idx: the index is cut or damaged (60 bytes)"),
     "megatron, a cut header": (lambda f: cut(index(f), 20), "a.idx: the index is cut or damaged (20 bytes)"),
@@ -169,6 +175,9 @@ UNUSABLE = {
     "npy, no bytes": (lambda f: cut(saved(f, np.zeros(9, int)), 0), "a.npy: the file is empty"),
     "npy, cut": (lambda f: cut(saved(f, np.arange(99)), 800), "and the file has 800; it is cut or damaged"),
     "npy, a cut header": (lambda f: cut(saved(f, np.arange(99)), 40), "a.npy: damaged NumPy header"),
+    "npy, a shape of no numbers": (lambda f: header(f, "(True,)", 8), "a.npy: damaged NumPy header (shape (True,))"),
+    "npy, a negative shape": (lambda f: header(f, "(-9,)", 72), "a.npy: damaged NumPy header (shape (-9,))"),
+    "npy, a header of brackets": (lambda f: header(f, "(" * 3000, 8), "a.npy: damaged NumPy header ("),
     "npy, ids alone": (lambda f: np.arange(9).tofile(f / "a.npy") or f / "a.npy", "a.npy: is no NumPy .npy file"),
     "npy, a negative id": (lambda f: saved(f, np.array([1, -1])), "a.npy: token id -1 at position 1"),
     "a folder of another name": (lambda f: (pair(f), f / "aa")[1], "aa: no such data file or folder; did you mean "),

@@ -359,8 +359,8 @@ MUTANTS = (
         "data-vocabulary",
         "a prepared folder of a larger vocabulary than the model's is taken",
         "taco_jax/data/sources.py",
-        "if prepared.vocab_size > vocab_size:",
-        "if prepared.vocab_size > 2 * vocab_size:",
+        "if prepared.needed_vocabulary > vocab_size:",
+        "if prepared.needed_vocabulary > 2 * vocab_size:",
         ("tests/data/test_prepared.py -k vocabulary",),
     ),
     Mutant(

@@ -390,3 +390,30 @@ def test_the_trainer_s_own_loss(tmp_path, flags):
     with torch.no_grad():
         logits = model(torch.as_tensor(windows)).logits.numpy()
     assert loss(logits, windows) == pytest.approx(said, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "source, special, said",
+    [
+        ({}, {"eos_token": "<|end|>", "pad_token": "<|pad|>"}, {"eos_token_id": 2, "pad_token_id": None}),
+        ({}, {"eos_token": "<|pad|>"}, {"eos_token_id": None, "pad_token_id": None}),
+        ({"pad_token_id": -1, "eos_token_id": [3, 5]}, {}, {"eos_token_id": [3], "pad_token_id": None}),
+    ],
+)
+def test_tokens_that_the_model_lacks(tmp_path, source, special, said):
+    """Some tokenizers have added tokens above the model's vocabulary, here 4 and 5."""
+    vocabulary = ["a", "b", "<|end|>", "c", "d", "<|pad|>"]
+    files = {
+        "tokenizer.json": {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": None, "post_processor": None, "decoder": None,
+            "model": {"type": "WordLevel", "vocab": {text: i for i, text in enumerate(vocabulary)}, "unk_token": "a"},
+        },
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | special,
+        "source_config.json": source,
+    }  # fmt: skip
+    run = save_run(tmp_path / "run", dataclasses.replace(LLAMA, vocab_size=4), files=files)
+    folder = export(run, tmp_path / "hf")
+    written = json.loads((folder / "config.json").read_text())
+    assert {key: written[key] for key in said} == said
+    assert from_folder(folder).config.vocab_size == 4

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from taco_jax.config import ConfigError, cli
 from taco_jax.inference.flags import ModelFlags
 from taco_jax.inference.in_memory import by_name
 from taco_jax.inference.loading import load_params, open_checkpoint
-from taco_jax.inference.run_folder import open_run
+from taco_jax.inference.run_folder import model_config, open_run
 from taco_jax.inference.text import ByteTokenizer
 
 BYTES = dataclasses.replace(QWEN2, vocab_size=256, init_std=0.2)
@@ -210,6 +211,12 @@ def test_settings_of_another_model(copy, model, message):
     with pytest.raises(ConfigError) as error:
         open_run(copy)
     assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("model", [None, [], "llama"])
+def test_settings_without_a_model(model):
+    with pytest.raises(ConfigError, match="config.json: is not that of a training run, which has a part 'model'"):
+        model_config({"model": model}, Path("config.json"))
 
 
 def test_a_run_of_text_without_a_tokenizer(run, capsys):

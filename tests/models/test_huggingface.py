@@ -111,6 +111,7 @@ def test_state_dict_that_does_not_fit(reference):
     [
         ({"model_type": "mixtral"}, "model_type='mixtral': must be one of gpt2, llama, mistral, qwen2, qwen3, gemma"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: is missing, and this rope_type needs it"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling.type=\['yarn'\]: this decoder has default,"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_scaling.type='dynamic': this decoder has default,",

@@ -380,6 +380,7 @@ def _run_with_a_step(folder):
         (write, "{}", ["--model.no-tied-head"], "model.tied_head=False: init_from={} has True"),
         (write, "{}", ["--init-optimizer"], "init_optimizer=True: {} is no run, and only runs have an optimiser"),
         (write, "{}@3", [], "init_from={}@3: {} is no run, and only runs have steps; leave @3 out"),
+        (write, "{}/x@3", [], "init_from={}/x@3: there is no run {}/x; name a run's workdir, as runs/x@3"),
         (write, "{}", [], "austen: token id 66 at position 0 is outside the vocabulary; ids must be below model.vocab"),
         (_run_without_checkpoints, "{}", [], "init_from={}: the run has no checkpoint; wait for its first"),
         (_run_with_a_step, "{}@5", [], "init_from={}@5: the run has no checkpoint of step 5; present: 4"),

@@ -23,6 +23,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from taco_jax.config import ConfigError, cli
 from taco_jax.data.prepare import text_files, tokenizer
 from taco_jax.data.prepare.duplicates import Seen
@@ -257,6 +259,7 @@ class _Run:
         return {
             "dtype": found.dtype,
             "vocab_size": found.vocab_size,
+            "largest_id": counts["largest_id"],
             "end_token": {"text": found.end, "id": found.end_id},
             "tokenizer": {"file": tokenizer.TOKENIZER, "sha256": found.hashes[tokenizer.TOKENIZER]},
             "text_bytes": counts["text_bytes"],
@@ -383,6 +386,7 @@ class _Run:
         output = self._output
         output.counts.update(work.counts)
         if work.window is None:
+            self._note_largest(encoded.ids)
             data, start = memoryview(encoded.ids.tobytes()), 0
             ends = (encoded.lengths.cumsum() * encoded.ids.itemsize).tolist()
             for split, end in zip(work.splits, ends):
@@ -396,9 +400,16 @@ class _Run:
             self._joiner.go_on(work.window, encoded, output.position.joined)
             return
         ids = self._joiner.add(work.window, encoded)
+        self._note_largest(ids)
         output.write(split, memoryview(ids.tobytes()), ends=False)
         if work.last:
-            output.write(split, memoryview(self._joiner.finish(self._tokenizer.end_id).tobytes()), ends=True)
+            ids = self._joiner.finish(self._tokenizer.end_id)
+            self._note_largest(ids)
+            output.write(split, memoryview(ids.tobytes()), ends=True)
+
+    def _note_largest(self, ids: np.ndarray) -> None:
+        counts = self._output.counts
+        counts["largest_id"] = max(counts["largest_id"], int(ids.max(initial=0)))
 
     def _encode_here(self, task: Task) -> Encoded:
         self._encoder = self._encoder or Encoder(**self._options)

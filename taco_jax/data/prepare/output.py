@@ -21,7 +21,7 @@ from typing import Any
 
 from taco_jax.config import ConfigError
 from taco_jax.data.prepare.text_files import Position, TextFile
-from taco_jax.data.prepared import FORMAT, META, VERSION
+from taco_jax.data.prepared import FORMAT, META, VERSION, open_prepared
 from taco_jax.data.tokens import DTYPES, DataError
 
 PROGRESS, STATE, FILES = ".progress", "state.json", "files.json"
@@ -127,6 +127,13 @@ class Output:
             self._lock(lock)
             try:
                 self._resume()
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"--out {self.folder}: what an earlier run left in it is damaged ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())[:100]}); remove the folder to start again, or use another one"
+                ) from None
             except OSError as error:
                 reason = f"{error.strerror}: {error.filename}"
                 raise ConfigError(f"--out {self.folder}: cannot be used ({reason}); use another folder") from None
@@ -174,7 +181,8 @@ class Output:
             return
         self._same(state["settings"], "an unfinished preparation")
         self._same_files()
-        self.position, self.counts = Position(**state["position"]), Counter(state["counts"])
+        self.position = Position(*(state["position"][field] for field in Position._fields))
+        self.counts = Counter(state["counts"])
         self._closed, self._done, self.resumed = state["closed"], state["done"], True
         kept = {STATE, FILES} | {row["name"] + PART for rows in self._closed.values() for row in rows}
         for split, row in state["open"].items():
@@ -202,7 +210,9 @@ class Output:
             raise ConfigError(f"--out {self.folder}: its {META} is not a preparation's; use another folder")
         self._same(meta["settings"], "a whole preparation")
         self._closed = {split: meta["splits"][split]["files"] for split in SPLITS}
+        meta["left_out"].items()
         self._check_sizes(lambda name: self.folder / name)
+        open_prepared(self.folder)  # what else is damaged
         return meta
 
     def _same(self, before: Mapping[str, Any], what: str) -> None:
