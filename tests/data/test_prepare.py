@@ -735,5 +735,5 @@ def test_unusable_flags(flags, said, config, capsys):
 def test_the_command(config, tmp_path, tokenizer, run_python):
     arguments = [tmp_path / "a.jsonl", "--out", "o", "--tokenizer", tokenizer, "--validation", "0.1", "--workers", "2"]
     result = run_python(["-m", "taco_jax.prepare", *arguments], devices=None)
-    assert not result.stderr and "train: " in result.stdout and len(result.stdout.splitlines()) == 2
+    assert not result.stderr and "train: " in result.stdout and len(result.stdout.splitlines()) == 3
     assert stored(tmp_path / "o") == expected(tokenizer, DOCUMENTS, 0.1)

@@ -50,7 +50,9 @@ def in_thread(service):
     from taco_jax.inference.serving.process import address, bind
 
     bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", lifespan="off"))
+    # Its own configuration of logs closes the stream of absl's handler, which is pytest's.
+    config = uvicorn.Config(make_app(service), log_level="warning", log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     url = address(bound)
     thread.start()

@@ -130,6 +130,7 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_needs_its_own_folder_alone(saved, settings, sources, tmp_path, capfd):
     """Moved, and its source gone, it has the loss of the merged model. What it cannot go on from is one line."""
     run, (source, _) = tmp_path / "moved", sources("llama")
