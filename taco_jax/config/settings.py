@@ -226,12 +226,6 @@ class OptimizerConfig(Checked):
 
     PREFIX = "optimizer."
 
-    name: str = "adamw"
-    """Optimiser: adamw, lion (one moment) or muon (matrices of layers; adamw for embeddings, head, norms, biases)."""
-    schedule: str = "cosine"
-    """Learning rate after the warm-up: cosine, linear, wsd (constant, then linear at the end) or constant."""
-    decay_fraction: float = 0.2
-    """Share of the steps, the last ones, in which the learning rate falls with schedule=wsd."""
     learning_rate: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float | None = None
@@ -244,16 +238,22 @@ class OptimizerConfig(Checked):
     """Decay of the gradient's running mean; lion's share of that mean in its update."""
     beta2: float = 0.95
     """Decay of the squared gradient's running mean; lion's decay of the gradient's running mean."""
-    momentum: float = 0.95
-    """Decay of the gradient's running mean of matrices with name=muon."""
-    moment_dtype: str = "float32"
-    """Type in which the gradient's running mean is kept: float32, or bfloat16 for half the memory."""
     eps: float = 1e-8
     """Added to the root of the squared gradient's mean."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None does not clip."""
+    name: str = "adamw"
+    """Optimiser: adamw, lion (one moment) or muon (matrices of layers; adamw for embeddings, head, norms, biases)."""
+    schedule: str = "cosine"
+    """Learning rate after the warm-up: cosine, linear, wsd (constant, then linear at the end) or constant."""
+    decay_fraction: float = 0.2
+    """Share of the steps, the last ones, in which the learning rate falls with schedule=wsd."""
+    momentum: float = 0.95
+    """Decay of the gradient's running mean of matrices with name=muon."""
+    moment_dtype: str = "float32"
+    """Type in which the gradient's running mean is kept: float32, or bfloat16 for half the memory."""
 
     @property
     def floor(self) -> float:

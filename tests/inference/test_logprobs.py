@@ -260,6 +260,7 @@ def test_texts_of_special_tokens_and_of_what_a_tokenizer_puts_around(two, monkey
     assert [spelling.prompt(half, None, ends=ends).text for ends in (True, False)] == ["\ufffd", ""]
 
 
+@pytest.mark.slow
 def test_chats(two):
     body = {"messages": [{"role": "user", "content": "Hi!"}], "max_completion_tokens": 7}
     ask = lambda **more: two.ask("chat/completions", **body, **more)["choices"][0]

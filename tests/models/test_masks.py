@@ -72,7 +72,7 @@ STAGES = dataclasses.replace(
     "mesh",
     [
         pytest.param(dict(pp=2, tp=2, schedule="circular", sequence_parallel=True), id="circular"),
-        pytest.param(dict(pp=4, schedule="1f1b"), id="1f1b"),
+        pytest.param(dict(pp=4, schedule="1f1b"), marks=SLOW, id="1f1b"),
         pytest.param(dict(dp=2, pp=4, schedule="gpipe", remat="full"), marks=SLOW, id="gpipe"),
         pytest.param(dict(pp=2, tp=4, schedule="1f1b", chains=2, accumulation=2), marks=SLOW, id="chains"),
     ],

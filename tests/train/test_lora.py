@@ -180,7 +180,6 @@ def test_only_adapters_have_gradients_moments_and_messages():
     assert all((rows[key].elements, rows[key].bytes) == (before[key].elements, before[key].bytes) for key in same)
 
 
-@pytest.mark.slow
 def test_a_step_changes_adapters_alone():
     """With ZeRO-1, a compressed copy and a codec on every axis; all ranks hold the same after it."""
     changes = dict(compression=CompressionConfig("int8h", "int8h", min_bytes=0), optimizer=OptimizerConfig(1e-2))
