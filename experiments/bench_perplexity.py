@@ -14,18 +14,24 @@ output     OUT/README.md (hardware, commit, command, table), OUT/summary.json
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import runs
 
 from taco_jax.codec import CODECS
 from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError, cli
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from taco_jax.inference.loading import Checkpoint
 
 
 class Scheme(NamedTuple):
@@ -112,6 +118,24 @@ def report(out: Path, results: dict[str, dict], args) -> None:
     (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
+def opened(args: argparse.Namespace) -> tuple[Checkpoint, Mesh]:
+    """Returns the model of --model, which has a tokenizer, and the mesh, once the flags beside it are checked."""
+    for key in ("tp", "context", "sources"):
+        runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
+    runs.file("--text", args.text, "lines of JSON with src and text")
+    runs.folder("--out", args.out)
+    cli.select_devices(args.devices)
+    cli.devices(args.devices)
+    from taco_jax.inference.loading import open_checkpoint
+    from taco_jax.inference.text import missing_tokenizer
+    from taco_jax.mesh import make_mesh
+
+    checkpoint = open_checkpoint(args.model)
+    if checkpoint.tokenizer is None:
+        raise ConfigError(missing_tokenizer(checkpoint.path))
+    return checkpoint, make_mesh(tp=args.tp)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = runs.parser(__doc__)
     parser.add_argument("--model", required=True)
@@ -127,23 +151,12 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     known = [*CODECS, *SCHEMES]
     names = known if args.only is None else runs.choices("--only", args.only, known)
-    for key in ("tp", "context", "sources"):
-        runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
-    runs.file("--text", args.text, "lines of JSON with src and text")
-    runs.folder("--out", args.out)
-    cli.select_devices(args.devices)
-    cli.devices(args.devices)
+    checkpoint, mesh = opened(args)
     from taco_jax.inference.evaluate import describe, line
-    from taco_jax.inference.loading import load_params, open_checkpoint
+    from taco_jax.inference.loading import load_params
     from taco_jax.inference.perplexity import Evaluation
     from taco_jax.inference.settings import Settings
-    from taco_jax.inference.text import missing_tokenizer
-    from taco_jax.mesh import make_mesh
 
-    checkpoint = open_checkpoint(args.model)
-    if checkpoint.tokenizer is None:
-        raise ConfigError(missing_tokenizer(checkpoint.path))
-    mesh = make_mesh(tp=args.tp)
     ids = windows(args.text, args.sources, args.context, checkpoint.tokenizer.encode)
     params = load_params(checkpoint, mesh, args.dtype)
     evaluation = Evaluation(checkpoint.config, mesh, params, ids, args.context)

@@ -1,4 +1,4 @@
-"""What four bits cost a pretrained model's gradients, with errors fed back forward, backward and in both directions.
+"""Errors of four bits in a pretrained model's gradients, with feedback forward, backward and in both directions.
 
     python experiments/feedback_gradients.py --model SmolLM2-135M-Instruct.Q4_1.gguf --text val.jsonl.xz \
         --out experiments/results/feedback_gradients
@@ -27,7 +27,7 @@ import runs
 
 from taco_jax.codec import CODECS
 from taco_jax.compression.compression import Compression, Plan
-from taco_jax.config import ConfigError, cli
+from taco_jax.config import cli
 
 ROWS = ("int8h", "int6h", "int4h", "int4h_fed:int4h", "int4h_fed:int4h_fed", "int4h_fed:int6h", "int4h_fed:none",
         "none:int4h", "none:int4h_fed", "none:int6h")  # fmt: skip
@@ -52,7 +52,7 @@ def compressions(row: str) -> tuple[Compression, Compression]:
 
 @contextlib.contextmanager
 def variant(row: str) -> Iterator[None]:
-    """What is traced inside is that of VARIANTS, where the row is one of them."""
+    """Traces, inside of it, what VARIANTS has for the row, if it is one of them."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -174,23 +174,12 @@ def main(arguments: Sequence[str]) -> int:
         codecs = ("none",) if row in VARIANTS else accuracy.parts(row)[:2]
         for codec in codecs:
             runs.choices("--rows", codec, [*CODECS, *VARIANTS])
-    for key in ("tp", "context", "sources"):
-        runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
-    runs.file("--text", args.text, "lines of JSON with src and text")
-    runs.folder("--out", args.out)
-    cli.select_devices(args.devices)
-    cli.devices(args.devices)
+    checkpoint, mesh = bench_perplexity.opened(args)
     import jax
     import numpy as np
 
-    from taco_jax.inference.loading import load_params, open_checkpoint
-    from taco_jax.inference.text import missing_tokenizer
-    from taco_jax.mesh import make_mesh
+    from taco_jax.inference.loading import load_params
 
-    checkpoint = open_checkpoint(args.model)
-    if checkpoint.tokenizer is None:
-        raise ConfigError(missing_tokenizer(checkpoint.path))
-    mesh = make_mesh(tp=args.tp)
     ids = bench_perplexity.windows(args.text, args.sources, args.context + 1, checkpoint.tokenizer.encode)
     tokens = np.asarray(ids[: args.sources * (args.context + 1)], np.int32).reshape(args.sources, -1)
     params = load_params(checkpoint, mesh, "float32")

@@ -202,7 +202,7 @@ def _line(rows: list[tuple[float, float]], other: dict | None, factor: float, *,
 
 
 def record() -> dict:
-    """What codecs cost in loss: relative changes with their standard errors, and where they are from."""
+    """Returns what codecs cost in loss: relative changes with their standard errors, and where they are from."""
     training, prompts = {}, {}
     for name, row in summary("codec_ablation")["gpt2_124m"].items():
         source = f"codec_ablation: GPT-2 124M at tp 4, {row['steps']} steps"

@@ -155,7 +155,7 @@ def serving(model: Path, served: Served, longest: int, dtype: str) -> Iterator[t
 
 
 def harness(tasks: Path, names: Sequence[str], out: Path, model: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What lm-eval says: {task: {metric: value}} and, beside it, {task: log-likelihoods of its requests, in order}."""
+    """Returns lm-eval's metrics, {task: {metric: value}}, and {task: log-likelihoods of its requests, in order}."""
     said = ",".join(f"{key}={value}" for key, value in arguments.items())
     command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", said, "--tasks", ",".join(names)]
     command += ["--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
@@ -187,7 +187,7 @@ def _replies(sample: dict[str, Any]) -> list[tuple[Any, bool | None]]:
 
 
 def difference(result: dict[str, Any], reference: dict[str, Any], task: str) -> dict[str, float]:
-    """Of the log-likelihoods of a task's requests, in nats: the largest and the mean of their absolute values."""
+    """Returns how far a task's log-likelihoods are apart, in nats, and how many answers differ in greedy."""
     pairs = zip(result["log_likelihoods"][task], reference["log_likelihoods"][task], strict=True)
     apart = [abs(a - b) for a, b in pairs]
     same = zip(result["greedy"][task], reference["greedy"][task], strict=True)

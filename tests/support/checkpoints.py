@@ -46,6 +46,18 @@ def save(name: str, folder: Path, **options):
     return model
 
 
+def saved_once(folder: Path):
+    """get(name) -> (its folder in `folder`, the transformers model), each saved when it is first asked for."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = folder / name, save(name, folder / name)
+        return made[name]
+
+    return get
+
+
 def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import token_writers
-from checkpoints import VOCAB, reference_logits, save, write_tokenizer
+from checkpoints import VOCAB, reference_logits, saved_once, write_tokenizer
 from helpers import make_mesh, run_python
 from model_folders import CONFIG, EMBED, SINGLE, UP, arrays, write
 from programs import shared_programs
@@ -36,15 +36,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The folder and the transformers model of a name, made once."""
-    folder, made = tmp_path_factory.mktemp("sources"), {}
-
-    def get(name):
-        if name not in made:
-            made[name] = folder / name, save(name, folder / name)
-        return made[name]
-
-    return get
+    return saved_once(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")

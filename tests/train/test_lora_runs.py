@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from checkpoints import VOCAB, reference_logits, save
+from checkpoints import VOCAB, reference_logits, saved_once
 from helpers import make_mesh
 from model_helpers import GPT2, Run, by_path
 from programs import shared_programs
@@ -71,15 +71,7 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The folder and the transformers model of a name, made once."""
-    folder, made = tmp_path_factory.mktemp("sources"), {}
-
-    def of(name):
-        if name not in made:
-            made[name] = folder / name, save(name, folder / name)
-        return made[name]
-
-    return of
+    return saved_once(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
