@@ -138,9 +138,11 @@ def drop_in(figures: Figures) -> Iterable[Row]:
             of_link = codecs if link == "host" or program == "tunix" else ("int8h", "int4h")
             cells = [figures.times(folder, f"{program}.{c}.speedup") if c in of_link else "" for c in codecs]
             yield words, name, figures.number(folder, f"{program}.none.ms", 1), *cells
-    own = [figures.times("dropin_2gpus_host", f"own trainer.{codec}.speedup") for codec in codecs]
-    exact = figures.number("dropin_2gpus_host", "own trainer.none.ms", 1)
-    yield "for comparison: `taco_jax.train`, a Qwen2.5", "host memory", exact, *own
+    for link, name in (("host", "host memory"), ("nvlink", "NVLink")):
+        folder = f"dropin_2gpus_{link}"
+        own = [figures.times(folder, f"own trainer.{codec}.speedup") for codec in codecs]
+        exact = figures.number(folder, "own trainer.none.ms", 1)
+        yield "for comparison: `taco_jax.train`, a Qwen2.5", name, exact, *own
 
 
 def codec_kernels(figures: Figures) -> Iterable[Row]:

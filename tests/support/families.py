@@ -55,9 +55,12 @@ def reference(name: str):
     """(their config as a dict, their state dict as numpy, tokens [2, LENGTH], their logits)."""
     import torch
 
-    model = make(*FAMILIES[name])
+    prefix, arguments = FAMILIES[name]
+    # "gelu" of Gemma's first files means the tanh form; not every release of transformers takes it so.
+    legacy = {"hidden_act": "gelu"} if arguments.get("hidden_act") == "gelu" else {}
+    model = make(prefix, arguments | {key: "gelu_pytorch_tanh" for key in legacy})
     tokens = np.random.default_rng(0).integers(0, 300, (2, LENGTH))
     with torch.no_grad():
         logits = model(torch.as_tensor(tokens)).logits.numpy()
     state = {key: value.numpy() for key, value in model.state_dict().items()}
-    return model.config.to_dict(), state, tokens.astype(np.int32), logits
+    return model.config.to_dict() | legacy, state, tokens.astype(np.int32), logits
