@@ -324,6 +324,9 @@ def _measured_text(found: dict[str, Any], path: Path) -> str:
         exact, hop = found["link"]["exact"], found["link"]["hop"]
         lines.append(f"  sums       {exact['us']:.3g} us + bytes / {exact['gb_s']:.3g} GB/s, {found['ranks']} ranks")
         lines.append(f"  exchange   {hop['us']:.3g} us + bytes / {hop['gb_s']:.3g} GB/s")
+        if kernel := found["link"]["kernel"]:
+            per_value = f"{kernel['ns'] * 1e3:.3g} ps for each value"
+            lines.append(f"  one kernel {kernel['us']:.3g} us + bytes / {kernel['gb_s']:.3g} GB/s + {per_value}")
     return "\n".join([*lines, f"written to {path}"])
 
 

@@ -144,7 +144,7 @@ class Machine:
         nothing was tuned."""
         if given is not None:
             return given
-        if link.kind != "nvlink":
+        if link.kind != "nvlink" and not link.kernel:
             return tuned.DEFAULT_MIN_BYTES
         return tuned.NVLINK_MIN_BYTES if self.one_kernel(link, ranks, nvlink) else tuned.SEPARATE_MIN_BYTES
 

@@ -191,4 +191,5 @@ def _measured(measured: dict | None, key: str) -> Link:
     link, n = measured["link"], int(measured["ranks"])
     exact = Rate(link["exact"]["us"], link["exact"]["gb_s"])
     hop = Rate(link["hop"]["us"], link["hop"]["gb_s"])
-    return Link("measured", "measured", {n: exact}, {n: hop}, source=f"measured on {measured['hardware']}")
+    kernel = {n: Kernel(**link["kernel"])} if link.get("kernel") else {}
+    return Link("measured", "measured", {n: exact}, {n: hop}, kernel, source=f"measured on {measured['hardware']}")

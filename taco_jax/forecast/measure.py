@@ -1,4 +1,6 @@
-"""A short measurement on this machine's devices: one product, one copy, one sum at two sizes, one codec kernel.
+"""A short measurement on this machine's devices: one product, one copy, one codec kernel, sums at two sizes.
+
+Sums: exact, the exchange of a compressed one and, where one kernel over NVLink can do it, that kernel with two codecs.
 
     python -m taco_jax.advise --measure [--devices cpu:4]
 
@@ -20,6 +22,7 @@ from taco_jax.errors import ConfigError
 from taco_jax.forecast.constants import load
 
 CODEC = "int8h"
+KERNEL_CODECS = (CODEC, "int4h")
 REPEATS, CALLS, CHAIN = 5, 4, 4
 # (product's side, values copied and encoded, values of the two sums): a GPU's caches hold none of them.
 SIZES = {"gpu": (8192, 1 << 26, (1 << 19, 1 << 25)), "cpu": (512, 1 << 18, (1 << 14, 1 << 18))}
@@ -45,6 +48,9 @@ def read(path: Path) -> dict[str, Any] | None:
             for kind in ("exact", "hop"):
                 if not (content["link"][kind]["gb_s"] > 0 <= content["link"][kind]["us"]):
                     raise ValueError(f"link.{kind} is no rate")
+            if kernel := content["link"].get("kernel"):
+                if not (kernel["gb_s"] > 0 <= min(kernel["us"], kernel["ns"])):
+                    raise ValueError("link.kernel is no rate")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -81,13 +87,15 @@ def run(devices: str | None = None) -> dict[str, Any]:
     flops, share = _product(device, side, hardware.find(device.device_kind))
     copy = _copy(device, values)
     codec = _codec(device, values)
+    link = _link(found, sums) if len(found) > 1 else None
     return {
         "hardware": f"{len(found)} x {device.device_kind}, jax {jax.__version__}",
         "gpu": device.device_kind, "ranks": len(found), "product_flops": flops, "product_share": share,
         "copy_gb_s": copy, "codec_share": codec / copy,
-        "link": _link(found, sums) if len(found) > 1 else None,
+        "link": link,
         "what": [f"a product of {side:,} x {side:,}", "a copy", f"{CODEC}'s encoding"]
-        + ([f"sums of {2 * sums[0]:,} and {2 * sums[1]:,} bytes"] if len(found) > 1 else []),
+        + ([f"sums of {2 * sums[0]:,} and {2 * sums[1]:,} bytes"] if link else [])
+        + (["the same in one kernel"] if link and link["kernel"] else []),
     }  # fmt: skip
 
 
@@ -146,13 +154,18 @@ def _codec(device, values: int) -> float:
     return (x.nbytes + codec.wire_bytes(values)) / seconds / 1e9
 
 
-def _link(devices: list, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """Latency and rate of an exact sum and of one exchange of bytes, from two sizes each."""
+def _link(devices: list, sizes: tuple[int, int]) -> dict[str, dict[str, float] | None]:
+    """Latency and rate of an exact sum, of one exchange of bytes and of one kernel's sum, from two sizes each."""
     import jax
     import jax.numpy as jnp
     from jax import lax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
+
+    import taco_jax
+    from pallas_kernels import KernelUnavailableError
+    from taco_jax.codec import CODECS
+    from taco_jax.compression.compression import Compression
 
     ranks = len(devices)
     mesh = jax.make_mesh((ranks,), ("tp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
@@ -174,7 +187,30 @@ def _link(devices: list, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
     ring, hop = 2 * (ranks - 1) / ranks, (ranks - 1) / ranks
     exact = [(ring * 2 * n, _seconds(total, put(n, jnp.bfloat16)) / CHAIN) for n in sizes]
     bytes_ = [(hop * n, _seconds(swap, put(n // ranks * ranks, jnp.uint8)) / CHAIN) for n in sizes]
-    return {"exact": _line(exact), "hop": _line(bytes_)}
+
+    def in_one_kernel(codec: str, values: int) -> float:
+        over_nvlink = Compression(codec, link="nvlink", min_bytes=0)
+        one = program(lambda x: lax.pcast(taco_jax.psum(x, "tp", compression=over_nvlink), "tp", to="varying"))
+        return _seconds(one, put(values, jnp.bfloat16)) / CHAIN
+
+    try:
+        kernel = [(ring * CODECS[codec].wire_bytes(n), n, in_one_kernel(codec, n))
+                  for codec in KERNEL_CODECS for n in sizes]  # fmt: skip
+    except KernelUnavailableError:
+        kernel = None
+    return {"exact": _line(exact), "hop": _line(bytes_), "kernel": kernel and _kernel(kernel)}
+
+
+def _kernel(points: list[tuple[float, int, float]]) -> dict[str, float]:
+    """us, gb_s and ns of `links.Kernel` of (bytes sent, elements, seconds), by the least relative error."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    terms = np.array([(1.0, sent, n) for sent, n, _ in points])
+    seconds = np.array([t for *_, t in points])
+    scale = terms.max(0)
+    us, per_byte, per_element = nnls(terms / scale / seconds[:, None], np.ones(len(points)))[0] / scale
+    return {"us": us * 1e6, "gb_s": 1e-9 / max(per_byte, 1e-15), "ns": per_element * 1e9}
 
 
 def _line(points: list[tuple[float, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The command: what it prints and writes, one line for what it refuses, and the measurement on emulated devices."""
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 from helpers import REPOSITORY
 
 from taco_jax.config import cli
-from taco_jax.forecast import command, hardware, links
+from taco_jax.forecast import command, hardware, links, measure
 from taco_jax.forecast.constants import load
 
 SEVEN = ("--config", str(REPOSITORY / "experiments/qwen7b.py"))
@@ -165,6 +166,30 @@ def test_measuring_the_emulator_replaces_assumptions(tmp_path, capsys):
     file.write_text("{}")
     assert cli.run(command.main, given) == 2
     assert "is no measurement" in capsys.readouterr().err
+
+
+def test_a_measured_kernel_over_nvlink_is_used(tmp_path, capsys):
+    """It is recovered from what it takes, and a machine that measured one is forecast with it."""
+    kernel = links.Kernel(us=20.0, gb_s=300.0, ns=2e-3)
+    points = [(b * n, n, kernel.seconds(b * n, n)) for b in (1.0, 0.5) for n in (1 << 19, 1 << 25)]
+    found = measure._kernel(points)
+    assert found == pytest.approx(dataclasses.asdict(kernel), rel=1e-6)
+
+    link = {"exact": {"us": 50.0, "gb_s": 275.0}, "hop": {"us": 58.0, "gb_s": 350.0}}
+    machine = {"hardware": "2 x NVIDIA H200", "gpu": "NVIDIA H200", "ranks": 2, "product_flops": 7.8e14,
+               "product_share": 0.8, "copy_gb_s": 4000.0, "codec_share": 0.6, "what": []}  # fmt: skip
+    speed = {}
+    for name, of in (("without", link | {"kernel": None}), ("with", link | {"kernel": found})):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(machine | {"link": of}))
+        out = tmp_path / f"{name}_out.json"
+        given = [*SEVEN, "--mesh.tp", "2", "--link", "measured", "--measured", str(file), "--json", str(out)]
+        assert cli.run(command.main, given) == 0
+        speed[name] = json.loads(out.read_text())["codecs"]["int4h"]["speedup"]
+    assert speed["with"] > speed["without"]
+    file.write_text(json.dumps(machine | {"link": link | {"kernel": found | {"ns": -1.0}}}))
+    assert cli.run(command.main, given) == 2
+    assert "link.kernel is no rate" in capsys.readouterr().err
 
 
 def test_nothing_was_measured(tmp_path, monkeypatch, capsys):

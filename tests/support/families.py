@@ -58,7 +58,7 @@ def reference(name: str):
     prefix, arguments = FAMILIES[name]
     # "gelu" of Gemma's first files means the tanh form; not every release of transformers takes it so.
     legacy = {"hidden_act": "gelu"} if arguments.get("hidden_act") == "gelu" else {}
-    model = make(prefix, arguments | {key: "gelu_pytorch_tanh" for key in legacy})
+    model = make(prefix, arguments | dict.fromkeys(legacy, "gelu_pytorch_tanh"))
     tokens = np.random.default_rng(0).integers(0, 300, (2, LENGTH))
     with torch.no_grad():
         logits = model(torch.as_tensor(tokens)).logits.numpy()
