@@ -1,6 +1,7 @@
 """Fits the forecast's constants on sums and kernels in experiments/results, and writes them into the package.
 
-    python experiments/fit_forecast.py            writes constants.json and record.json of taco_jax/forecast anew
+    python experiments/fit_forecast.py            writes constants.json and record.json of taco_jax/forecast anew, and
+                                                  taco_jax/compression/recommended.json, which follows from the record
     python experiments/fit_forecast.py --check    exit code 1 if one of them would change
 
 No step's time and no time to a first token is used: experiments/forecast_errors.py compares the forecast with those.
@@ -12,21 +13,26 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import runs
+import three_axes_study
 from scipy.optimize import nnls
 
 from taco_jax.codec import CODECS
+from taco_jax.compression import recommended
 from taco_jax.config import ConfigError, cli
+from taco_jax.forecast import recommend
 from taco_jax.forecast.links import hop_steps, steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PACKAGE = ROOT / "taco_jax" / "forecast"
+RECOMMENDED = ROOT / "taco_jax" / "compression" / recommended.FILE
 MEGA, KILO = 1 << 20, 1 << 10
 H200_PEAK, H200_SMS, H200_SHEET_GB_S, H100_SHEET_GB_S = 989.4e12, 132, 4800, 3350
 TILE = (128, 256)  # of cuBLAS's products of bf16 on Hopper (nvjet ... 128x256, 256x128 in overlap_2gpus/trace.txt)
@@ -218,7 +224,28 @@ def record() -> dict:
             prompts[name] = {"change": row["change"], "error": row["error"], "runs": 1, "source": source}
     for rows in (training, prompts):
         rows.pop("none", None)
-    return {"bound": found["bound"], "training": training, "first_token": prompts}
+    stages, gradients = other_axes()
+    # No study has compressed the weights that ZeRO-1 sends back.
+    axes = {"stages": stages, "gradients": gradients, "weights": {}}
+    return {"bound": found["bound"], "training": training, "first_token": prompts} | axes
+
+
+def other_axes() -> tuple[dict, dict]:
+    """What stages and data parallelism send, from runs in which all axes were compressed at once."""
+    variants = summary("three_axes")["runs"]
+    exact = variants["exact"]
+    stages, gradients = {}, {}
+    for variant, runs_ in variants.items():
+        seeds = sorted(runs_.keys() & exact.keys())
+        changes = [runs_[seed]["validation_loss"] / exact[seed]["validation_loss"] - 1 for seed in seeds]
+        if variant == "exact" or not changes:
+            continue
+        tp, forward, backward, over_dp = three_axes_study.VARIANTS[variant]
+        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else None
+        source = f"three_axes: 0.85M parameters, dp 2 x pp 2 x tp 2, all axes at once ({tp} over tp), 240 steps"
+        row = {"change": statistics.mean(changes), "error": error, "runs": len(changes), "source": source}
+        stages[f"{forward}:{backward}"], gradients[over_dp] = row, gradients.get(over_dp, row)
+    return stages, gradients
 
 
 def pruned(value):
@@ -241,17 +268,21 @@ def main(arguments: Sequence[str]) -> int:
             "feedback": feedback(copies["share_of_sheet"]["H200"]), "links": links(kernels["gb_s"]["H200"]),
             "nvlink_gb_s": 450,
         }  # fmt: skip
-        files = {"constants.json": constants, "record.json": record()}
+        recorded = pruned(record())
+        files = {
+            PACKAGE / "constants.json": constants, PACKAGE / "record.json": recorded,
+            RECOMMENDED: recommend.of_record(recorded),
+        }  # fmt: skip
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{RESULTS}: lacks what the fit reads ({error!r}); take a whole checkout") from None
     return write_files(files, args.check)
 
 
-def write_files(files: dict[str, dict], check: bool) -> int:
+def write_files(files: dict[Path, dict], check: bool) -> int:
     """Writes the package's files, or says which would change. Returns the exit code."""
     changed = 0
-    for name, content in files.items():
-        path, text = PACKAGE / name, json.dumps(pruned(content), indent=1) + "\n"
+    for path, content in files.items():
+        text = json.dumps(pruned(content), indent=1) + "\n"
         if path.is_file() and path.read_text() == text:
             continue
         changed = 1

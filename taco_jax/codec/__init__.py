@@ -6,6 +6,7 @@ message.
 """
 
 from taco_jax.codec.codec import (
+    AUTO,
     CODECS,
     FLOAT_DTYPES,
     STATS,
@@ -16,4 +17,4 @@ from taco_jax.codec.codec import (
     check_choice,
 )
 
-__all__ = ["CODECS", "FLOAT_DTYPES", "STATS", "TOKEN", "UNCALIBRATED", "Codec", "as_codec", "check_choice"]
+__all__ = ["AUTO", "CODECS", "FLOAT_DTYPES", "STATS", "TOKEN", "UNCALIBRATED", "Codec", "as_codec", "check_choice"]

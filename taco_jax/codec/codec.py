@@ -316,6 +316,8 @@ class Codec:
         return wire.disassemble(messages, self._sections(n_blocks))[1:]
 
 
+AUTO = "auto"
+"""What a use is recommended (`taco_jax.compression.recommended`): no codec by itself."""
 CODECS: dict[str, Codec] = {
     "taco": Codec("e4m3", 128, "hadamard", "ue5m3"),
     "taco_paper": Codec("e4m3", 256, "hadamard", "paper"),
@@ -340,13 +342,16 @@ def as_codec(codec: str | Codec | None, key: str = "codec") -> Codec:
     """Returns the Codec of a Codec, of None (`none`) or of a text: "PRESET[,FIELD=VALUE...]", such as "int4h,block=32".
 
     Raises:
-      ValueError: no such preset, field or value; it names `key`, the value and the nearest that there is.
+      ValueError: no such preset, field or value; it names `key`, the value and the nearest that there is. `auto`, which
+        stands for another codec in each use.
       TypeError: neither a text nor a Codec.
     """
     if codec is None:
         return CODECS["none"]
     if isinstance(codec, Codec):
         return codec
+    if codec == AUTO:
+        raise ValueError(f"{key}='auto': takes the codec of a use, and there is no use here; name one, such as 'int8h'")
     if isinstance(codec, str) and "," in codec:
         return _changed_preset(codec, key)
     check_choice(key, codec, tuple(CODECS))
@@ -355,6 +360,8 @@ def as_codec(codec: str | Codec | None, key: str = "codec") -> Codec:
 
 def _changed_preset(text: str, key: str) -> Codec:
     name, *changes = text.split(",")
+    if name == AUTO:
+        raise ValueError(f"{key}={text!r}: fields of 'auto' cannot be changed; name a codec, such as 'int8h,block=64'")
     fields: dict[str, int | str] = {}
     known = [field.name for field in dataclasses.fields(Codec)]
     for change in changes:
@@ -371,4 +378,4 @@ def _changed_preset(text: str, key: str) -> Codec:
         raise ValueError(f"{key}={text!r}: {error}") from None
 
 
-__all__ = ["CODECS", "STATS", "UNCALIBRATED", "Codec", "as_codec"]
+__all__ = ["AUTO", "CODECS", "STATS", "UNCALIBRATED", "Codec", "as_codec"]

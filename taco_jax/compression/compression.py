@@ -8,7 +8,8 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping
 
-from taco_jax.codec import Codec, as_codec, check_choice
+from taco_jax.codec import AUTO, CODECS, Codec, as_codec, check_choice
+from taco_jax.compression import recommended
 from taco_jax.errors import did_you_mean
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
@@ -49,6 +50,14 @@ def _integer_or_none(key: str, value, rule: str, least: int, most: int | None = 
     return number
 
 
+def _check_codec(codec: str | Codec, key: str) -> None:
+    """Raises ValueError for what is neither a codec nor auto."""
+    if isinstance(codec, str) and "," not in codec:
+        check_choice(key, codec, (*CODECS, AUTO))
+    elif codec != AUTO:
+        as_codec(codec, key)
+
+
 def check_feedback(compression: Compression, entry: str = "error_feedback=True: ") -> None:
     """Raises ValueError for a way of sending that keeps no wires, of which a rank could tell what they lost."""
     for key, valid in FEEDBACK.items():
@@ -67,7 +76,8 @@ class Compression:
 
     Args:
       forward, backward: codec of activations and of their gradients: a `Codec`, or a text "PRESET[,FIELD=VALUE...]"
-        such as "int4h,block=32". backward None: the same as forward.
+        such as "int4h,block=32". backward None: the same as forward. auto: what the record recommends for the use
+        (`taco_jax.compression.recommended`); where that is not known, as in collectives and layers, for training.
       min_bytes: messages below this many bytes go through jax.lax exactly. None: the value tuned for codec and link; 0
         on the emulator.
       algorithm: of what is summed or gathered: two_shot, one_shot, hierarchical (inside hosts, between and inside
@@ -103,7 +113,7 @@ class Compression:
       ValueError, TypeError: a value that cannot be, in one line that names the field and what is valid.
     """
 
-    forward: str | Codec = "taco"
+    forward: str | Codec = AUTO
     _: dataclasses.KW_ONLY
     backward: str | Codec | None = None
     min_bytes: int | None = None
@@ -142,7 +152,7 @@ class Compression:
             if isinstance(codec := getattr(self, key), str) and ":" in codec:
                 forward, backward = codec_pair(codec, key)
                 raise ValueError(f"{key}={codec!r}: is a pair; say Compression({forward!r}, backward={backward!r})")
-            as_codec(codec, key)
+            _check_codec(codec, key)
         for key, valid in CHOICES.items():
             check_choice(key, getattr(self, key), valid)
         for key, rule in INTEGERS.items():
@@ -179,8 +189,15 @@ class Compression:
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of the forward and of the backward message."""
-        return as_codec(self.forward), as_codec(self.backward)
+        """The codecs of the forward and of the backward message; of auto, those for training."""
+        of = self.for_use(recommended.TRAINING)
+        return as_codec(of.forward), as_codec(of.backward)
+
+    def for_use(self, use: str) -> Compression:
+        """Returns this compression with the codecs that are recommended for a use in the place of auto."""
+        directions = {key: getattr(self, key) for key in ("forward", "backward")}
+        named = {key: recommended.resolved(codec, use, key) for key, codec in directions.items()}
+        return self if named == directions else dataclasses.replace(self, **named)
 
     @property
     def between(self) -> Codec | None:
@@ -202,7 +219,7 @@ EXACT = Compression("none")
 
 
 def codec_pair(text: str, key: str = "compression") -> tuple[str, str]:
-    """Returns the (forward, backward) codecs of "CODEC", for both directions, or of "FORWARD:BACKWARD".
+    """Returns the (forward, backward) codecs of "CODEC", for both directions, or of "FORWARD:BACKWARD"; auto stays.
 
     Raises:
       ValueError: a text that is no codec to `as_codec`, or an empty one beside a colon; it begins with `key`.
@@ -215,14 +232,14 @@ def codec_pair(text: str, key: str = "compression") -> tuple[str, str]:
     if ":" in backward:
         raise ValueError(f"{key}={text!r}: has more than two codecs; must be CODEC or FORWARD:BACKWARD")
     for codec in (forward, backward) if colon else (forward,):
-        as_codec(codec, key)
+        _check_codec(codec, key)
     return forward, backward or forward
 
 
 def as_compression(compression: str | Codec | Compression | None, key: str = "compression") -> Compression | None:
     """Returns the Compression of a `Compression`, a codec or a text; None where it sends everything exactly.
 
-    A text is one of `codec_pair`.
+    A text is one of `codec_pair`. Of auto, the codecs for training.
 
     Raises:
       ValueError: a text that names no codec; it begins with `key`.
@@ -235,7 +252,7 @@ def as_compression(compression: str | Codec | Compression | None, key: str = "co
         compression = Compression(compression)
     elif not isinstance(compression, Compression | None):
         raise TypeError(f"{key}={compression!r}: must be a preset's name, a Codec, a Compression or None")
-    return None if compression is None or compression.is_exact else compression
+    return None if compression is None or compression.is_exact else compression.for_use(recommended.TRAINING)
 
 
 def without_key(compression: Compression | None) -> Compression | None:
@@ -245,7 +262,7 @@ def without_key(compression: Compression | None) -> Compression | None:
       ValueError: a codec with rounding="stochastic".
     """
     for key in ("forward", "backward", "between_hosts") if compression is not None else ():
-        if as_codec(getattr(compression, key)).rounding == "stochastic":
+        if getattr(compression, key) != AUTO and as_codec(getattr(compression, key)).rounding == "stochastic":
             raise ValueError(
                 f"{key}={getattr(compression, key)}: a layer has no key for rounding='stochastic'; use 'nearest', or "
                 "the collectives of taco_jax with key="

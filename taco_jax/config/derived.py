@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from taco_jax.codec import AUTO
+from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config.schedule import Schedule
 from taco_jax.config.settings import TrainConfig
@@ -84,19 +87,65 @@ def with_compression(config: TrainConfig, codecs: str) -> TrainConfig:
     )
 
 
-def with_codecs(config: TrainConfig) -> TrainConfig:
-    """The config with a codec in the place of each None. Codecs none over tp alone would be no exact run."""
-    exact = (config.compression.forward, config.compression.backward) == ("none", "none")
+# Setting of a codec -> the use whose recommended codec auto is, and its direction.
+USES = {
+    "compression.forward": (recommended.TRAINING, "forward"),
+    "compression.backward": (recommended.TRAINING, "backward"),
+    "pipeline.forward": (recommended.STAGES, "forward"),
+    "pipeline.backward": (recommended.STAGES, "backward"),
+    "data_parallel.gradients": (recommended.GRADIENTS, "backward"),
+    "data_parallel.parameters": (recommended.WEIGHTS, "forward"),
+}
 
-    def fill(part: Any, **codecs: str) -> Any:
-        left = {key: "none" if exact else codec for key, codec in codecs.items() if getattr(part, key) is None}
-        return dataclasses.replace(part, **left)
 
+def with_codecs(config: TrainConfig, own: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The config with a codec in the place of each auto and None.
+
+    Codecs none over tp alone would be no exact run, so None is none where both of compression are.
+
+    Args:
+      own: dotted keys with the codecs of the run that this one goes on with, which stay (`stored.own_codecs`).
+    """
+    own = own or {}
+
+    def fill(part: Any, otherwise: str) -> Any:
+        changes = {}
+        for key, use in USES.items():
+            name = key.removeprefix(part.PREFIX)
+            if key.startswith(part.PREFIX):
+                value = getattr(part, name)
+                value = otherwise if value is None else value
+                changes[name] = own.get(key, recommended.resolved(AUTO, *use)) if value == AUTO else value
+        return dataclasses.replace(part, **changes)
+
+    is_exact = lambda values: (values.get("compression.forward"), values.get("compression.backward")) == ("none",) * 2
+    compression = fill(config.compression, AUTO)
+    plan = {pattern: _plan_codecs(pattern, codecs, own) for pattern, codecs in compression.plan.items()}
+    compression = dataclasses.replace(compression, plan=plan)
+    exact = is_exact({f"compression.{key}": getattr(compression, key) for key in ("forward", "backward")})
+    if is_exact(own) and not exact:
+        own = {}  # its other axes were exact because it was
+    otherwise, data_parallel = "none" if exact else AUTO, config.data_parallel
+    if not data_parallel.zero1 and data_parallel.parameters == AUTO:
+        data_parallel = dataclasses.replace(data_parallel, parameters="none")
     return dataclasses.replace(
         config,
-        pipeline=fill(config.pipeline, forward="int8_token", backward="e4m3h"),
-        data_parallel=fill(config.data_parallel, gradients="int8h"),
+        compression=compression,
+        pipeline=fill(config.pipeline, otherwise),
+        data_parallel=fill(data_parallel, otherwise),
     )
+
+
+def _plan_codecs(pattern: str, codecs: str, own: Mapping[str, Any]) -> str:
+    """The codecs FORWARD[:BACKWARD] of a pattern of compression.plan with those of a use in the place of auto."""
+    if AUTO not in (pair := codec_pair(codecs)):
+        return codecs
+    if (kept := own.get("compression.plan", {}).get(pattern)) is not None:
+        return kept
+    forward, backward = (
+        recommended.resolved(c, recommended.TRAINING, d) for c, d in zip(pair, ("forward", "backward"))
+    )
+    return forward if forward == backward else f"{forward}:{backward}"
 
 
 def get(config: Any, key: str) -> Any:

@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("mesh.tp", "devices that share every layer"),
         ("mesh.dp", "copies of the model that share the batch"),
         ("mesh.pp", "stages of layers"),
-        ("compression.forward", "codec of activations: taco, int8h, ..., none (docs/codecs.md)"),
+        ("compression.forward", "codec of activations: auto, int8h, ..., none (docs/codecs.md)"),
         ("compression.backward", "codec of their gradients; --compression F:B sets both, none every axis"),
         ("data_parallel.gradients", "codec of the gradients' sum over dp"),
         ("data_parallel.zero1", "each rank of dp keeps a share of the optimiser's state"),

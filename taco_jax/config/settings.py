@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-from taco_jax.codec import as_codec
+from taco_jax.codec import AUTO, as_codec
 from taco_jax.compression.compression import Compression, codec_pair, without_key
 from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
 from taco_jax.config.lora import LoraConfig
@@ -79,10 +79,10 @@ class CompressionConfig(Checked):
     PREFIX = "compression."
     LARGE = ("min_bytes",)
 
-    forward: str = "taco"
-    """Codec of the activations: taco, int8h... (docs/codecs.md), or with fields changed, int4h,block=32; or none."""
-    backward: str = "taco"
-    """Codec of the activations' gradients, from the same presets; none sends them exactly."""
+    forward: str = AUTO
+    """Codec of the activations: auto (what the record recommends), taco, int4h,block=32... (docs/codecs.md), none."""
+    backward: str = AUTO
+    """Codec of the activations' gradients, likewise; none sends them exactly."""
     min_bytes: int | None = None
     """Messages below this many bytes are sent exactly; None takes the value tuned for the link."""
     algorithm: str = "auto"
@@ -135,9 +135,9 @@ class PipelineConfig(Checked):
     chunks: int = 2
     """Groups of layers on each stage of schedule=circular, which makes its bubble as many times smaller."""
     forward: str | None = None
-    """Codec of activations to the next stage: tah4 (3 or 4 bits)...; None: int8_token, none where compression is."""
+    """Codec of activations to the next stage: tah4 (3 or 4 bits), auto...; None: auto, none where compression is."""
     backward: str | None = None
-    """Codec of the activations' gradients sent back; None: e4m3h, or none (exact) where both of compression are."""
+    """Codec of the activations' gradients sent back; None: auto, or none (exact) where both of compression are."""
 
     def check_fields(self) -> None:
         self.at_least(1, "microbatches", "chunks")
@@ -155,25 +155,25 @@ class DataParallelConfig(Checked):
     PREFIX = "data_parallel."
 
     gradients: str | None = None
-    """Codec of the gradients' sum over dp: sdp4 (int4h between hosts)...; None: int8h, none where compression is."""
+    """Codec of the gradients' sum over dp: sdp4 (int4h between hosts)...; None: auto, none where compression is."""
     zero1: bool = False
     """Cut the optimiser's state over dp (ZeRO-1): each rank updates its share of the weights, then all get all."""
     parameters: str = "none"
-    """How zero1 sends updated weights: none (float32), bfloat16, or a codec, for the change of all ranks' copy."""
+    """How zero1 sends updated weights: none (float32), bfloat16, auto, or a codec, for the change of all's copy."""
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
 
     def check_fields(self) -> None:
         for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):
-            self.codec(key, others=(other,))
+            self.codec(key, others=(other, AUTO))
             value = getattr(self, key)
-            codec = as_codec(None if value == other else value)
+            codec = as_codec(None if value in (other, AUTO) else value)
             rule = "has one scale a token, and gradients and weights have no tokens; use 'int8h'"
             self.require(not codec.per_token, key, rule)
             rule = "gradients and weights have no key to draw noise with; use rounding=nearest"
             self.require(codec.rounding == "nearest", key, rule)
         rule = "without data_parallel.zero1 no weights are sent; set data_parallel.zero1, or leave it at 'none'"
-        self.require(self.parameters == "none" or self.zero1, "parameters", rule)
+        self.require(self.parameters in ("none", AUTO) or self.zero1, "parameters", rule)
         self.above_0("bucket_mb", more=", for example 256")
 
 

@@ -9,6 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from taco_jax.codec import AUTO
+from taco_jax.config.derived import USES, flatten
 from taco_jax.config.settings import TrainConfig
 from taco_jax.errors import ConfigError, did_you_mean
 
@@ -45,6 +47,18 @@ def read_config(path: Path) -> TrainConfig:
     checkpoint = dataclasses.replace(config.checkpoint, resume_step=None)
     left_out = {field.name: field.default for field in dataclasses.fields(config) if field.name in _OF_ONE_START}
     return dataclasses.replace(config, workdir=str(path.parent) if own else "", checkpoint=checkpoint, **left_out)
+
+
+def own_codecs(workdir: str) -> dict[str, Any]:
+    """Returns the codecs of the run in `workdir` by dotted keys, as its first start named them; {} where there is none.
+
+    A run that goes on keeps them where its settings say auto, so that a later version recommends it nothing else.
+    """
+    try:
+        values = flatten(json.loads((Path(workdir) / "config.json").read_text())) if workdir else {}
+    except (OSError, ValueError, AttributeError):  # opening the workdir says it
+        return {}
+    return {key: values[key] for key in (*USES, "compression.plan") if values.get(key) not in (None, AUTO)}
 
 
 def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:

@@ -42,7 +42,7 @@ class Programs:
         self._prefill_layout = settings.layout(config, device, decoding=False)
         self._decode_layout = settings.layout(config, device, decoding=True)
         self._param_specs = param_specs(config, settings.tp)
-        self.error_feedback = self._prefill_layout.error_feedback
+        self.error_feedback, self.codecs = self._prefill_layout.error_feedback, self._prefill_layout.codecs
         self._compiled: dict[tuple, Any] = {}
         self.tables: dict[tuple, comm_log.Table] = {}
         """The messages of every program, by ("prefill", B, L, S, greedy) and ("decode", B, S, greedy)."""

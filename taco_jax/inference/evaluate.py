@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from taco_jax.codec import AUTO
 from taco_jax.config import ConfigError, cli
 from taco_jax.errors import did_you_mean
 from taco_jax.inference.flags import compression_of
@@ -112,7 +113,8 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     layout = lambda each: each.layout(checkpoint.config, mesh.devices.flat[0], decoding=False)
-    # Raises before minutes of reading.
+    # Raises before minutes of reading. What auto stands for is said by its name.
+    settings = {_name(codec, layout(each)): each for codec, each in settings.items()}
     feedback = {codec: layout(each).error_feedback for codec, each in settings.items()}
     params = load_params(checkpoint, mesh, config.dtype)
     evaluation = Evaluation(checkpoint.config, mesh, params, ids, config.context)
@@ -127,6 +129,10 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
         results[codec] = describe(score, exact) | {"error_feedback": feedback[codec]}
         cli.say(line(codec, results[codec]))
     return results
+
+
+def _name(codec: str, layout) -> str:
+    return layout.codecs.removesuffix(" with error feedback") if codec == AUTO else codec
 
 
 def describe(score, exact) -> dict:

@@ -22,7 +22,7 @@ class ModelFlags:
     tp: int = 1
     """Tensor-parallel devices."""
     compression: str = "none"
-    """Codec of the sums over devices: mxfp4, int8h... (docs/codecs.md), fields changed after commas: int4h,block=32."""
+    """Codec of the sums over devices: mxfp4, int4h,block=32... (docs/codecs.md); auto: the one that is recommended."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     min_bytes: int | None = None

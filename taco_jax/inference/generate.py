@@ -53,6 +53,8 @@ def main(args: Sequence[str]) -> int:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     cli.devices(config.devices)
     generator = config.generator()
+    if config.tp > 1:
+        cli.say(f"codecs: tp {generator.programs.codecs}", sys.stderr)
     tokens = generator.generate(prompts, max_tokens=config.max_tokens, sampling=sampling, ignore_eos=config.ignore_eos)
     if config.prompt_ids:
         _print((token._replace(text=f" {token.id}") for token in tokens), [" ".join(map(str, ids)) for ids in prompts])

@@ -76,10 +76,11 @@ class Generator:
       tp: tensor-parallel ranks, the first `tp` of `devices` (default: `jax.devices()`).
       compression: codec of the sums after row-parallel products (a preset's name, such as "mxfp4", with fields changed
         as in "int4h,block=32"; a Codec), or a `Compression` with other options: Compression("mxfp4", link="nccl").
-        None sends them exactly. Two of its fields mean more here where they are None: min_bytes, as tuned for the link
-        and in decode steps at least 64 KiB; error_feedback, whether each sum takes along what the one before it lost
-        (`taco_jax.psum_with_feedback`), which costs no bytes but for one exact message of a position of each row: yes
-        with codecs of less than 8 bits, where sums are not one kernel over NVLink.
+        None sends them exactly, "auto" in the codec that is recommended (docs/codecs.md). Two of its fields mean more
+        here where they are None: min_bytes, as tuned for the link and in decode steps at least 64 KiB; error_feedback,
+        whether each sum takes along what the one before it lost (`taco_jax.psum_with_feedback`), which costs no bytes
+        but for one exact message of a position of each row: yes with codecs of less than 8 bits, where sums are not one
+        kernel over NVLink.
       plan: patterns of site names -> codecs, before `compression`, whose other options they share; a `Compression` has
         its own, None is exact. {"layers/mlp/down": "int8h"} is for all layers, {"layers/0/*": "int8h"} for the first.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.

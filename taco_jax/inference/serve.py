@@ -149,7 +149,8 @@ def _start(config: ServeConfig, service):
     if generator.checkpoint.tokenizer is None:
         raise ConfigError(missing_tokenizer(generator.checkpoint.path))
     longest = _longest(config.max_length, generator.config.max_length)
-    say(f"{config.model} loaded in {time.perf_counter() - begin:.1f} s")
+    codecs = f"; codecs: tp {generator.programs.codecs}" if config.tp > 1 else ""
+    say(f"{config.model} loaded in {time.perf_counter() - begin:.1f} s{codecs}")
     params = generator.programs.params
     programs = RowPrograms(
         generator.config, generator.settings, generator.mesh, params, batch=config.batch, longest=longest

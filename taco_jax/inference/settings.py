@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import Codec
-from taco_jax.compression import tuned
+from taco_jax.compression import recommended, tuned
 from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
@@ -54,6 +54,13 @@ class Layout(NamedTuple):
         """Returns whether any sum takes errors along."""
         return any(c is not None and c.error_feedback for _, c in self.par.plan)
 
+    @property
+    def codecs(self) -> str:
+        """The codecs of the sums, in words: "int6h with error feedback"; none where all go exactly."""
+        fed = lambda c: " with error feedback" if c.error_feedback else ""
+        names = [f"{c.codecs[0].name}{fed(c)}" for _, c in self.par.plan if c is not None]
+        return ", ".join(dict.fromkeys(names)) or "none"
+
     def scales(self) -> dict[str, SiteScales]:
         """The site scale 1 for every site whose codec's scale is ue5m3: its byte then spans 2^-15 to 2^16 in steps of
         an eighth, which holds the block scales of any activations, and nothing is calibrated."""
@@ -65,7 +72,8 @@ class Layout(NamedTuple):
 class Settings:
     """How a model runs on its mesh. compression and plan are as in `taco_jax.Generator`.
 
-    compression: a `Compression` once the object is made, of whatever makes one.
+    compression: a `Compression` once the object is made, of whatever makes one. auto is what the record recommends for
+      the first token: another codec where sums take along what the one before lost.
 
     Raises:
       ConfigError: a tp below 1, a dtype or a codec that there is not.
@@ -142,6 +150,10 @@ class Settings:
 
     def _resolved(self, found: Compression, device, decoding: bool, can_feed_back: bool) -> Compression | None:
         """Returns `found` with what it leaves open decided, None where it sends exactly. There are no gradients."""
+        fed = found.error_feedback
+        if fed is None:
+            fed = can_feed_back and _feedback_can_pay(found, device)
+        found = found.for_use(recommended.FEEDBACK if fed else recommended.FIRST_TOKEN)
         if found.codecs[0].exact:
             return None
         if found.error_feedback and not can_feed_back:
@@ -161,6 +173,9 @@ def _feedback_pays(compression: Compression, device) -> bool:
 
     Codecs below 8 bits need it most. It would keep sums from being one kernel over NVLink.
     """
-    if compression.codecs[0].element in EIGHT_BITS or not compression.can_feed_back:
-        return False
-    return not tuned.in_one_kernel(device, compression.link)
+    return compression.codecs[0].element not in EIGHT_BITS and _feedback_can_pay(compression, device)
+
+
+def _feedback_can_pay(compression: Compression, device) -> bool:
+    """Returns whether sums may take errors along by themselves, in a codec that needs it."""
+    return compression.can_feed_back and not tuned.in_one_kernel(device, compression.link)

@@ -25,6 +25,8 @@ import jax
 from taco_jax import data
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
+from taco_jax.config.derived import with_codecs
+from taco_jax.config.stored import own_codecs
 from taco_jax.launch import distributed
 from taco_jax.launch.preemption import StopRequests
 from taco_jax.models.params import count_params
@@ -44,9 +46,14 @@ class TrainingError(RuntimeError):
 
 
 def main(args: Sequence[str]) -> int:
-    config = check(init_from.with_model(cli.parse(args), cli.given(args)))
+    config = check(_keeping_codecs(init_from.with_model(cli.parse(args), cli.given(args))))
     cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
     return distributed.run(config, _work)
+
+
+def _keeping_codecs(config: TrainConfig) -> TrainConfig:
+    """The config with its codecs named: where it says auto, a run that goes on keeps those that it has."""
+    return with_codecs(config, own_codecs(config.workdir))
 
 
 def _work(config: TrainConfig) -> int:
@@ -74,7 +81,8 @@ def train(config: TrainConfig) -> dict[str, Any] | None:
     from taco_jax.mesh import make_mesh
     from taco_jax.train import dry_run
 
-    config = config if config.init_from is None else check(init_from.with_model(config))
+    config = config if config.init_from is None else init_from.with_model(config)
+    config = check(_keeping_codecs(config))
     cli.devices(config.devices)
     try:
         mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
