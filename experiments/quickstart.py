@@ -15,6 +15,7 @@ then `python -m taco_jax.plot runs/quickstart runs/quickstart-none`.
 
 from taco_jax.config import (
     CheckpointConfig,
+    CompressionConfig,
     DataConfig,
     DataParallelConfig,
     EvalConfig,
@@ -39,6 +40,8 @@ config = TrainConfig(
         init_std=0.05,
     ),
     mesh=MeshConfig(dp=2, tp=4),
+    # The codec of the runs in experiments/results/quickstart; auto, the default, takes int8h.
+    compression=CompressionConfig("taco", "taco"),
     # The one thing that is compressed is what tensor-parallel ranks send.
     data_parallel=DataParallelConfig(gradients="none"),
     data=DataConfig(train="austen", sequence_length=128),

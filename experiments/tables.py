@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/*.md from experiments/results/*/summary.json.
+"""Writes the figures of README.md and docs/*.md from experiments/results/*/summary.json, and what `auto` takes.
 
     python experiments/tables.py             writes every page anew
     python experiments/tables.py --check     exit code 1 if a page would change, and its name
@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +72,15 @@ class Figures:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TableError(f"{folder}: {key!r} is a {type(value).__name__}; a figure is a number")
         return value
+
+    def recommended(self) -> dict[str, dict]:
+        """What `auto` takes by use, as the package has it. Raises TableError where the file is missing."""
+        path = self.results.parent.parent / "taco_jax" / "compression" / "recommended.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise TableError(f"{path}: cannot be read ({type(error).__name__}); python experiments/fit_forecast.py "
+                             "writes it") from None  # fmt: skip
 
     def number(self, folder: str, key: str, decimals: int = 0) -> str:
         return f"{self.value(folder, key):.{decimals}f}"
@@ -247,6 +257,46 @@ def forecast_scale(figures: Figures) -> Iterable[Row]:
             yield shape, speed, f"{last:,}", layout, f"{100 * exact['messages']:.0f} %", *gains
 
 
+# Use of recommended.json -> what it is, in words.
+USES = {
+    "training": "training: activations and their gradients over tp",
+    "stages": "training: what stages of a pipeline send, forward and back",
+    "gradients": "training: the gradients' sum over dp",
+    "weights": "training: weights that ZeRO-1 sends back",
+    "first_token_feedback": "inference, where sums take along what the one before lost",
+    "first_token": "inference, where they do not: over NVLink in one kernel, with norms behind sums",
+}
+
+
+def _takes(row: dict) -> tuple[str, float]:
+    """The codecs of a use, and the share of the bytes of bf16."""
+    both = (row["forward"], row["backward"])
+    names = "exact" if both == ("none", "none") else ", ".join(f"`{codec}`" for codec in dict.fromkeys(both))
+    return names, row["bits"] / 16
+
+
+def recommended(figures: Figures) -> Iterable[Row]:
+    """The page's: what `auto` takes by use, with the row of the record that speaks for it."""
+    yield "use", "`auto` takes", "times fewer bytes than bf16", "change against exact", "record"
+    for use, words in USES.items():
+        row = figures.recommended()[use]
+        (names, share), found = _takes(row), row["record"]
+        if found is None:
+            yield words, names, f"{1 / share:.2f}", "no run", ""
+            continue
+        pairs = f", {found['runs']} pairs" if found["runs"] > 1 else ""
+        change = f"{100 * found['change']:+.2f} % (standard error {100 * found['error']:.2f} %{pairs})"
+        yield words, names, f"{1 / share:.2f}", change, found["source"]
+
+
+def recommended_short(figures: Figures) -> Iterable[Row]:
+    """README's."""
+    yield "use", "`auto` takes", "bytes against bf16"
+    for use, words in USES.items():
+        names, share = _takes(figures.recommended()[use])
+        yield words, names, "all" if share == 1 else f"about {Fraction(share).limit_denominator(8)}"
+
+
 TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "headline": headline,
     "step-7b": step_7b,
@@ -254,6 +304,8 @@ TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "sums-nvlink": sums_nvlink,
     "drop-in": drop_in,
     "perplexity": perplexity,
+    "recommended": recommended,
+    "recommended-short": recommended_short,
     "forecast-errors": forecast_errors,
     "forecast-published": forecast_published,
     "forecast-constants": forecast_constants,

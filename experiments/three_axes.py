@@ -13,6 +13,7 @@ experiments/three_axes_study.py compares it with the exact twin, by seed.
 
 from taco_jax.config import (
     CheckpointConfig,
+    CompressionConfig,
     DataConfig,
     DataParallelConfig,
     EvalConfig,
@@ -36,6 +37,8 @@ config = TrainConfig(
         qkv_bias=True,
     ),
     mesh=MeshConfig(dp=2, pp=2, tp=2),
+    # The codec of the runs in experiments/results/three_axes; auto, the default, takes int8h.
+    compression=CompressionConfig("taco", "taco"),
     pipeline=PipelineConfig(microbatches=2),
     data_parallel=DataParallelConfig(gradients="int8h", zero1=True),
     data=DataConfig(train="austen", sequence_length=128),

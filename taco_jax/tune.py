@@ -37,7 +37,7 @@ RANGE_BITS = {"bfloat16": 160, "float32": 160, "float16": 20}  # that values may
 class TuneConfig:
     """The measurement, and where its result goes."""
 
-    codecs: tuple[str, ...] = ("taco", "int6h", "int4h")
+    codecs: tuple[str, ...] = ("int8h", "taco", "int6h", "int4h")
     """Codecs to measure."""
     smallest: int = 1 << 16
     """Smallest message, in bytes of the tensor that is reduced; the next ones are 4 times as large."""

@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from taco_jax.compression import recommended
 from taco_jax.forecast.constants import ERRORS, load
 from taco_jax.forecast.cost import Machine, wire_bytes
 from taco_jax.forecast.links import MOST_GB_S
 from taco_jax.forecast.messages import EXACT, SiteMessage
 from taco_jax.forecast.predict import Forecast
-from taco_jax.forecast.record import Loss
+from taco_jax.forecast.recommend import within
+from taco_jax.forecast.record import Loss, bound
 
 Predict = Callable[[Machine, str], Forecast]
 LEAST_GAIN = 1.02
@@ -120,6 +122,24 @@ def describe(choice: Choice | None, least: int | None, most: float, choices: Seq
     elif most:
         parts.append(f"at {float(f'{most:.2g}'):g} GB/s and more it no longer pays")
     return "; ".join([*parts, f"{what} {choice.loss} by {choice.loss.source}"])
+
+
+def against_auto(choice: Choice | None, use: str) -> str:
+    """What `auto` takes in a use of `recommended.json` and why, where that is not the choice; else nothing."""
+    takes, backward = recommended.recommended(use)
+    takes = takes if backward == takes else f"{takes}:{backward}"
+    if choice is not None and choice.codecs in (takes, f"{takes}:{takes}"):
+        return ""
+    rule = f"the fewest bytes whose recorded change with its standard error is within {100 * bound():g} %"
+    if choice is None:
+        return f"\nauto takes {takes} all the same, {rule}: it looks at no link; name none"
+    if choice.loss.error is None:
+        why = f"{choice.codecs} has one run"
+    elif within(choice.loss, bound()):
+        why = f"{choice.codecs} is faster here, with more bytes or a larger change"
+    else:
+        why = f"that of {choice.codecs} is {100 * (choice.loss.change + choice.loss.error):.2f} %"
+    return f"\nauto takes {takes}, {rule}; {why}"
 
 
 def _size(n: int) -> str:

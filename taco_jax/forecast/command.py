@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
@@ -108,7 +109,9 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     exact, ceiling = forecast(machine, "none"), forecast(machine, "free")
     choices = []
     alone = use == "training" and config.mesh.tp == 1
-    listed = _codecs(options.codecs or CODECS[use], config, use, given=options.codecs is not None)
+    # What auto takes: at the first token another codec where sums take errors along.
+    auto = recommended.FEEDBACK if use == "first_token" and _fed(machine, "int6h", config) else use
+    listed = _codecs(options.codecs or CODECS[use], config, use, auto, given=options.codecs is not None)
     for codecs in [_own(config)] if alone else listed:
         found = forecast(machine, codecs)
         fed = use == "first_token" and _fed(machine, codecs, config)
@@ -127,6 +130,8 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
         sample = messages.SiteMessage("", "forward", "psum", codec=messages.as_codec(codec), **sums)
         least = advice.least_bytes(machine, sample, messages.as_codec(codec), nvlink=config.compression.link != "nccl")
     text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
+    if not alone and config.mesh.tp > 1:
+        text += advice.against_auto(best, auto)
     return exact, ceiling, choices, Advice(best, least, most, text, advice.sure(machine, use, config.mesh.tp))
 
 
@@ -204,8 +209,8 @@ def _model(path: str):
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _codecs(text: str, config: TrainConfig, use: str, *, given: bool) -> list[str]:
-    """The codecs to compare: those of --codecs, and those of the configuration."""
+def _codecs(text: str, config: TrainConfig, use: str, auto: str, *, given: bool) -> list[str]:
+    """The codecs to compare: those of --codecs, and those of the configuration. auto: the use that it stands for."""
     split = ";" if ";" in text or ("=" in text and "," in text) else ","
     names = [name.strip() for name in text.split(split) if name.strip()]
     if use == "training" and not given:
@@ -219,7 +224,8 @@ def _codecs(text: str, config: TrainConfig, use: str, *, given: bool) -> list[st
             raise ConfigError(str(error)) from None
         if pair == ("none", "none"):
             raise ConfigError("--codecs none: exact is always shown; name codecs that compress, such as int8h;int6h")
-    return list(dict.fromkeys(names))
+    named = lambda name: ":".join(map(recommended.resolved, name.split(":"), (auto, auto), ("forward", "backward")))
+    return list(dict.fromkeys(map(named, names)))
 
 
 def _fed(machine: Machine, codecs: str, config: TrainConfig) -> bool:

@@ -52,8 +52,8 @@ def choose(rows: Mapping[str, Loss], bound: float) -> str | None:
 
 
 def of_record(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the content of `recommended.json`: each use with its codecs and the row that speaks for them, None for
-    exact."""
+    """Returns the content of `recommended.json`: each use with its codecs, the bits of an element, and the row that
+    speaks for them, None for exact."""
     out = {}
     for use, (part, fed) in USES.items():
         rows = {
@@ -64,5 +64,5 @@ def of_record(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         codecs = choose(rows, record["bound"])
         forward, backward = codec_pair(codecs or "none")
         row = None if codecs is None else record[part][codecs + FEEDBACK * fed]
-        out[use] = {"forward": forward, "backward": backward, "record": row}
+        out[use] = {"forward": forward, "backward": backward, "bits": bits(codecs or "none"), "record": row}
     return out

@@ -28,7 +28,7 @@ from taco_jax.config.checks import REMAT, check
 
 def test_defaults_are_valid_and_serialisable():
     config = check(TrainConfig(gpu_memory_gb=80))
-    assert json.loads(json.dumps(to_dict(config)))["compression"]["forward"] == "taco"
+    assert json.loads(json.dumps(to_dict(config)))["compression"]["forward"] == "int8h"
 
 
 def test_the_floor_of_the_learning_rate_follows_it():

@@ -36,7 +36,7 @@ CONFIG = TrainConfig(
     steps=20,
     compute_dtype="float32",
 )
-TACO = dataclasses.replace(CONFIG, compression=CompressionConfig(), mesh=MeshConfig(dp=2, tp=4))
+TACO = dataclasses.replace(CONFIG, compression=CompressionConfig("taco", "taco"), mesh=MeshConfig(dp=2, tp=4))
 
 
 def on(dp=1, tp=1, config=CONFIG, **changes):
