@@ -23,8 +23,8 @@ MUTANTS = (
         "codec-pair",
         "layers send gradients in the forward codec",
         "taco_jax/compression/compression.py",
-        "return as_codec(self.forward), as_codec(self.backward)",
-        "return as_codec(self.forward), as_codec(self.forward)",
+        "return as_codec(of.forward), as_codec(of.backward)",
+        "return as_codec(of.forward), as_codec(of.forward)",
         ("tests/compression/test_tuned.py -k each_direction", "tests/train/test_step.py -k plan_reaches"),
     ),
     Mutant(

@@ -20,6 +20,7 @@ from helpers import REPOSITORY, run_python
 from programs import CONFIG, FILE, FLAGS, shared_programs
 
 from taco_jax import data
+from taco_jax.compression import recommended
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -218,6 +219,30 @@ def test_six_steps_are_three_a_resume_and_three(whole, three, tmp_path):
     assert a.keys() == b.keys() and any("scales" in name for name in a) and any("mu" in name for name in a)
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_a_run_goes_on_in_its_own_codecs(whole, three, tmp_path, capsys):
+    """Where the settings say auto, and although another codec is recommended now."""
+    resumed = copied(three, tmp_path)
+    train(dataclasses.replace(CONFIG, workdir=str(resumed), compression=CompressionConfig()))
+    assert losses(resumed) == losses(whole)
+    said = capsys.readouterr().out
+    assert "changed since" not in said and re.search(r"^codecs: tp taco forward, int8h backward; ", said, re.M)
+
+
+def test_a_new_run_names_what_is_recommended(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(
+        CONFIG, workdir=str(tmp_path / "run"), compression=CompressionConfig(), mesh=MeshConfig(tp=2), stop_after=1
+    )
+    train(config)
+    written = json.loads((tmp_path / "run" / "config.json").read_text())["compression"]
+    assert (written["forward"], written["backward"]) == ("int8h", "int8h")
+    content = {use: row | {"forward": "int6h", "backward": "int6h"} for use, row in recommended.load().items()}
+    monkeypatch.setattr(recommended, "load", lambda: content)
+    train(dataclasses.replace(config, stop_after=2))
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^codecs: tp int8h forward, int8h backward", said, re.M)) == 2 and "changed" not in said
+    assert check(config).compression.forward == "int6h"  # in another folder
 
 
 def test_a_workdir_of_the_version_before_goes_on(whole, tmp_path):
