@@ -58,7 +58,10 @@ def own_codecs(workdir: str) -> dict[str, Any]:
         values = flatten(json.loads((Path(workdir) / "config.json").read_text())) if workdir else {}
     except (OSError, ValueError, AttributeError):  # opening the workdir says it
         return {}
-    return {key: values[key] for key in (*USES, "compression.plan") if values.get(key) not in (None, AUTO)}
+    kinds = dict.fromkeys(USES, str) | {"compression.plan": dict}
+    return {
+        key: values[key] for key, kind in kinds.items() if isinstance(values.get(key), kind) and values[key] != AUTO
+    }
 
 
 def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:

@@ -30,10 +30,16 @@ def test_a_changed_constant_is_noticed(experiment, tmp_path, monkeypatch, capsys
     content = json.loads((tmp_path / "record.json").read_text())
     content["training"]["int6h"]["change"] = 0.0
     (tmp_path / "record.json").write_text(json.dumps(content))
+    recommended = tmp_path / "recommended.json"
+    content = json.loads(fit.RECOMMENDED.read_text())
+    content["training"]["forward"] = "taco"
+    recommended.write_text(json.dumps(content))
     monkeypatch.setattr(fit, "PACKAGE", tmp_path)
     monkeypatch.setattr(fit, "ROOT", tmp_path)
+    monkeypatch.setattr(fit, "RECOMMENDED", recommended)
     assert fit.main(["--check"]) == 1
-    assert capsys.readouterr().out == "record.json is not what the results say: python experiments/fit_forecast.py\n"
+    said = "{} is not what the results say: python experiments/fit_forecast.py\n"
+    assert capsys.readouterr().out == said.format("record.json") + said.format("recommended.json")
 
 
 def test_the_fit_finds_constants_again(experiment):

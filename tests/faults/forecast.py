@@ -3,7 +3,40 @@
 from faults.mutant import Mutant
 
 TESTS = ("tests/forecast/test_predict.py",)
+RECOMMENDED = ("tests/compression/test_recommended.py -k 'rule or run or first_token'",)
 MUTANTS = (
+    Mutant(
+        "recommended-error",
+        "a row of the record counts by its mean alone, without its standard error",
+        "taco_jax/forecast/recommend.py",
+        "loss.change + loss.error <= bound",
+        "loss.change <= bound",
+        RECOMMENDED,
+    ),
+    Mutant(
+        "recommended-alike",
+        "bytes that differ by less than 2 % decide",
+        "taco_jax/forecast/recommend.py",
+        "bits(codecs) <= ALIKE_BYTES * fewest",
+        "bits(codecs) <= fewest",
+        RECOMMENDED,
+    ),
+    Mutant(
+        "recommended-feedback",
+        "auto takes the codec of sums with error feedback where there is none",
+        "taco_jax/inference/settings.py",
+        "recommended.FEEDBACK if fed else recommended.FIRST_TOKEN",
+        "recommended.FEEDBACK",
+        RECOMMENDED,
+    ),
+    Mutant(
+        "own-codecs",
+        "a run that goes on takes what is recommended now in the place of its own codecs",
+        "taco_jax/config/derived.py",
+        "own.get(key, recommended.resolved(AUTO, *use)) if",
+        "recommended.resolved(AUTO, *use) if",
+        RECOMMENDED,
+    ),
     Mutant(
         "forecast-waves",
         "the last, unfilled wave of a product's tiles takes a part of a wave's time",

@@ -206,6 +206,29 @@ def test_the_recommendation(given, best):
     assert (found and found.codecs) == best
 
 
+@pytest.mark.parametrize(
+    "codecs, change, error, said",
+    [
+        ("int8h", 0.001, 0.001, ""),
+        ("int8h:int8h", 0.001, 0.001, ""),
+        ("int6h", 0.004, 0.002, "; that of int6h is 0.60 %"),
+        ("int4h", 0.004, None, "; int4h has one run"),
+        ("taco", 0.001, 0.001, "; taco is faster here, with more bytes or a larger change"),
+        (None, None, None, ": it looks at no link; name none"),
+    ],
+)
+def test_another_recommendation_than_that_of_auto_is_explained(codecs, change, error, said):
+    found = None
+    if codecs is not None:
+        found = dataclasses.replace(choice(codecs, 1.5, change), loss=record.Loss(change, error, 3, ""))
+    text = advice.against_auto(found, "training")
+    if not said:
+        assert text == ""
+        return
+    assert text.startswith("\nauto takes int8h") and "with its standard error is within 0.5 %" in text
+    assert text.endswith(said)
+
+
 def test_the_record_is_that_of_the_use():
     assert record.of("int6h", "training").runs == 3 and record.of("int6h", "training").sure
     assert record.of("int4h:int4h", "training") == record.of("int4h", "training")

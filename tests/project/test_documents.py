@@ -14,6 +14,7 @@ import taco_jax.linen
 import taco_jax.tensor_parallel
 
 README = PAGES[0]
+RECOMMENDED = "taco_jax/compression/recommended.json"
 LONGEST_README, MOST_FIGURES = 150, 10
 PYTHON = r"python -m ([\w.]+)"
 
@@ -33,6 +34,8 @@ def copy(tmp_path):
     (tmp_path / "docs").mkdir()
     for page in PAGES:
         shutil.copy(page, tmp_path / page.relative_to(REPOSITORY))
+    (tmp_path / RECOMMENDED).parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / RECOMMENDED, tmp_path / RECOMMENDED)
     for summary in (REPOSITORY / "experiments/results").glob("*/summary.json"):
         folder = tmp_path / summary.parent.relative_to(REPOSITORY)
         folder.mkdir(parents=True)
@@ -99,7 +102,7 @@ def test_the_readme_is_short():
 
 def test_the_readme_has_few_figures(tables):
     names = re.findall(r"<!-- table: (\S+) -->", README.read_text())
-    assert names == ["headline"] and not tables.FIGURE.search(README.read_text())
+    assert names == ["headline", "recommended-short"] and not tables.FIGURE.search(README.read_text())
     cells = [cell for row in list(tables.headline(tables.Figures(REPOSITORY)))[1:] for cell in row[1:] if cell]
     assert 0 < len(cells) <= MOST_FIGURES
 
@@ -165,6 +168,20 @@ def test_a_changed_result_is_noticed(folder, key, page, old, new, copy, tables, 
     assert tables.main(["--root", str(copy)]) == 0
     assert new in (copy / page).read_text()
     assert tables.main(["--check", "--root", str(copy)]) == 0
+
+
+def test_another_recommendation_is_noticed(copy, tables, capsys):
+    file = copy / RECOMMENDED
+    content = json.loads(file.read_text())
+    content["weights"] |= {"forward": "int4h", "backward": "int4h", "bits": 4.125}
+    file.write_text(json.dumps(content))
+    assert tables.main(["--check", "--root", str(copy)]) == 1
+    assert capsys.readouterr().out.count("is not what the results say") == 2  # README.md and docs/codecs.md
+    assert tables.main(["--root", str(copy)]) == 0
+    assert "| training: weights that ZeRO-1 sends back | `int4h` | about 1/4 |" in (copy / "README.md").read_text()
+    file.unlink()
+    assert tables.main(["--root", str(copy)]) == 2
+    assert "recommended.json: cannot be read (FileNotFoundError)" in capsys.readouterr().err
 
 
 def test_a_table_changed_by_hand_is_noticed(copy, tables, capsys):
