@@ -59,9 +59,8 @@ def own_codecs(workdir: str) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError):  # opening the workdir says it
         return {}
     kinds = dict.fromkeys(USES, str) | {"compression.plan": dict}
-    return {
-        key: values[key] for key, kind in kinds.items() if isinstance(values.get(key), kind) and values[key] != AUTO
-    }
+    stays = lambda value, kind: isinstance(value, kind) and value != AUTO
+    return {key: values[key] for key, kind in kinds.items() if stays(values.get(key), kind)}
 
 
 def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:

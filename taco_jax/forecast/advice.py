@@ -125,7 +125,7 @@ def describe(choice: Choice | None, least: int | None, most: float, choices: Seq
 
 
 def against_auto(choice: Choice | None, use: str) -> str:
-    """What `auto` takes in a use of `recommended.json` and why, where that is not the choice; else nothing."""
+    """Returns what `auto` takes in a use of `recommended.json`, and why, where that is not the choice; else nothing."""
     takes, backward = recommended.recommended(use)
     takes = takes if backward == takes else f"{takes}:{backward}"
     if choice is not None and choice.codecs in (takes, f"{takes}:{takes}"):

@@ -87,6 +87,7 @@ SHORT = {
         "codec/stochastic_rounding.py": CONCEPT,
         "collectives/gather_permute.py": CONCEPT,
         "data/prepare/duplicates.py": CONCEPT,
+        "compression/recommended.py": "reads a table that trainer, layers and inference take",
         "compat.py": "all that differs between versions of JAX",
         "errors.py": "imported by everything, imports nothing",
         "evaluate.py": ENTRY,
