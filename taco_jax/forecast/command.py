@@ -110,7 +110,8 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     choices = []
     alone = use == "training" and config.mesh.tp == 1
     # What auto takes: at the first token another codec where sums take errors along.
-    auto = recommended.FEEDBACK if use == "first_token" and _fed(machine, "int6h", config) else use
+    fed = use == "first_token" and _fed(machine, recommended.recommended(recommended.FEEDBACK)[0], config)
+    auto = recommended.FEEDBACK if fed else use
     listed = _codecs(options.codecs or CODECS[use], config, use, auto, given=options.codecs is not None)
     for codecs in [_own(config)] if alone else listed:
         found = forecast(machine, codecs)

@@ -177,7 +177,7 @@ def test_sizes():
         (["--largest", "1"], "largest=1: must be at least 65536"),
         (["--ranks", "1"], "ranks=1: must be at least 2"),
         (["--ranks", "99"], "ranks=99: must be at least 2 and at most the 8 devices there are"),
-        (["--backend", "mosaic"], "backend 'mosaic' cannot encode codec 'taco' on cpu"),
+        (["--backend", "mosaic"], "backend 'mosaic' cannot encode codec 'int8h' on cpu"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -40,6 +41,23 @@ def test_a_first_token_and_another_loss(capsys):
     text = capsys.readouterr().out
     assert "first token of 2 x 8,192 tokens, tp 4" in text and "recommendation: int8h: " in text
     assert "int4h,block=32" in text and "no record" in text and "assumed: Triton kernels" in text
+
+
+@pytest.mark.parametrize(
+    "given, codec, said",
+    [
+        (("--link", "host"), "int8h", ""),
+        (("--link", "host", "--codecs", "auto:int6h"), "int8h:int6h", "auto takes int8h all the same"),
+        (("--link", "host", "--ttft", "8192"), "int6h", ""),
+        (("--link", "nvlink", "--ttft", "8192"), "int8h", ""),
+        (("--link", "host", "--codecs", "int6h"), "int6h", "auto takes int8h, the fewest bytes whose recorded change"),
+    ],
+)
+def test_auto_is_the_codec_of_its_use(given, codec, said, capsys):
+    codecs = () if "--codecs" in given else ("--codecs", "auto")
+    assert cli.run(command.main, [*SEVEN, "--gpu", "H200", *given, *codecs]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^{codec} +\d", text, re.M) and (said in text if said else "auto" not in text)
 
 
 def test_over_hosts_and_at_scale(tmp_path, capsys):

@@ -475,7 +475,7 @@ def test_a_forced_backend_that_cannot_run_is_an_error_of_one_line(tmp_path, caps
     for more in ([], ["--dry-run"]):
         assert cli.run(main, [*flags, *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: compression: backend 'mosaic' cannot encode codec 'taco' on cpu: CPU has no")
+        assert line.startswith("error: compression: backend 'mosaic' cannot encode codec 'int8h' on cpu: CPU has no")
     assert not (tmp_path / "run").exists()
 
 
