@@ -89,7 +89,7 @@ def test_the_page_from_text_to_answers(user, monkeypatch, capfd):
     first, last = (float(x) for x in re.findall(r"validation loss (\d+\.\d+)", said))
     source = transformers.AutoModelForCausalLM.from_pretrained(user / "path/to/model", dtype=torch.float32)
     assert first == pytest.approx(loss_of(source, windows), abs=0.02)  # compressed, in bfloat16
-    assert last < first - 0.02 and "codecs: tp taco forward, taco backward; dp int8h" in said
+    assert last < first - 0.02 and "codecs: tp int8h forward, int8h backward; dp int8h" in said
     assert exact[: len(train)] == train and "none" in exact
     call(exact)
     (reached,) = (float(x) for x in re.findall(r"^validation loss (\d+\.\d+)", capfd.readouterr().out, flags=re.M))
