@@ -138,7 +138,7 @@ def with_codecs(config: TrainConfig, own: Mapping[str, Any] | None = None) -> Tr
 
 def _plan_codecs(pattern: str, codecs: str, own: Mapping[str, Any]) -> str:
     """The codecs FORWARD[:BACKWARD] of a pattern of compression.plan with those of a use in the place of auto."""
-    if AUTO not in (pair := codec_pair(codecs)):
+    if not isinstance(codecs, str) or AUTO not in (pair := codec_pair(codecs)):
         return codecs
     if (kept := own.get("compression.plan", {}).get(pattern)) is not None:
         return kept

@@ -26,7 +26,8 @@ def model(tmp_path_factory):
 
 def test_generate(model, run_python):
     command = ["-m", "taco_jax.generate", "--model", model[1], "--prompt", "Once", "upon a time", "--max-tokens", "5"]
-    result = run_python([*command, "--tp", "2", "--devices", "cpu:2", "--compression", "mxfp4", "--min-bytes", "0"])
+    result = run_python([*command, "--tp", "2", "--devices", "cpu:2", "--compression", "auto", "--min-bytes", "0"])
+    assert "codecs: tp int6h with error feedback\n" in result.stderr
     assert result.stdout.startswith("--- 1 of 2\nOnce") and "--- 2 of 2\nupon a time" in result.stdout
     assert re.search(r"time to first token \d+ ms .*; then [\d.]+ tokens/s, 10 tokens of 2 row", result.stderr)
     assert re.search(r"a device sends [\d.]+ MB of activations .*, [\d.]+ MB in bf16: .*, with error", result.stderr)
@@ -37,13 +38,13 @@ def test_perplexity(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     command = ["perplexity", "--model", str(model[1]), "--text", "text.txt", "--context", "32", "--tp", "2"]
-    assert cli.run(evaluate.main, [*command, "--codec", "int8h", "int4h", "--json", "out.json"]) == 0
+    assert cli.run(evaluate.main, [*command, "--codec", "int8h", "auto", "--json", "out.json"]) == 0
     printed = capsys.readouterr().out
     measured = json.loads((tmp_path / "out.json").read_text())
     assert {codec: result["error_feedback"] for codec, result in measured.items()} == {
-        "none": False, "int8h": False, "int4h": True,
+        "none": False, "int8h": False, "int6h": True,
     }  # fmt: skip
-    assert re.search(r"int4h: .* bf16 with error feedback;", printed)
+    assert re.search(r"int6h: .* bf16 with error feedback;", printed)
 
     tokens = _ids(model[1], TEXT)
     total = 0.0
