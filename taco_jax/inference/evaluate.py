@@ -23,8 +23,7 @@ class PerplexityConfig:
     """The loss of a model on a text, exact and compressed."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; a .gguf file; or a
-    training run's folder: runs/x, its latest checkpoint, or runs/x@STEP."""
+    """Hugging Face folder or .gguf (docs/inference.md has the families), or a run: runs/x (latest step), runs/x@9."""
     text: str = ""
     """Text file (UTF-8)."""
     codec: tuple[str, ...] = ("none",)
@@ -52,7 +51,7 @@ class PerplexityConfig:
 def main(args: Sequence[str]) -> int:
     command, *rest = args or [""]
     if command in ("-h", "--help"):
-        print(f"python -m taco_jax.evaluate perplexity [options]\n\n{DESCRIPTION}")
+        print(f"python -m taco_jax.evaluate perplexity [options]; perplexity --help lists them\n\n{DESCRIPTION}")
         return 0
     if command != "perplexity":
         raise ConfigError(
