@@ -281,7 +281,9 @@ def _write_weights(run: RunFolder, folder: Path, shards: list[Shard], dtype: np.
     for shard in shards:
         arrays = dict(itertools.islice(tensors, len(shard.tensors)))
         _save(arrays, folder / shard.file)
-        say(f"{shard.file}: {len(arrays)} tensors, {sum(shard.tensors.values()) / GIGABYTE:.3g} GB in {dtype.name}")
+        size = sum(shard.tensors.values())
+        amount = f"{size / GIGABYTE:.3g} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:.3g} MB"
+        say(f"{shard.file}: {len(arrays)} tensors, {amount} in {dtype.name}")
         del arrays
     if len(shards) > 1:
         total = sum(sum(shard.tensors.values()) for shard in shards)
