@@ -19,7 +19,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import lzma
 import os
@@ -115,8 +114,7 @@ def main(arguments: Sequence[str]) -> None:
         runs.require(getattr(args, key) > 0, f"--{key.replace('_', '-')}", getattr(args, key), "must be above 0")
     runs.require(any(args.corpus.glob("*.train.txt.xz")), "--corpus", args.corpus, "must hold *.train.txt.xz files")
     runs.file("--tokenizer", args.tokenizer, "name a tokenizer.json")
-    missing = [name for name in ("datasets", "transformers") if importlib.util.find_spec(name) is None]
-    runs.require(not missing, "packages", ", ".join(missing), "are missing: pip install datasets transformers")
+    runs.packages("datasets", "transformers", install="datasets transformers")
     runs.folder("--out", args.out)
     os.sched_setaffinity(0, set(cores[: args.workers]))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,7 @@ reaches    transformers' loss of the exported model is the trainer's, to 1e-3 in
 It prints every command that it runs: prepare, train, train once more with exact messages in float32 (which trains
 nothing and says the validation loss), export, serve and a request. Then transformers, from the exported folder alone,
 says its loss on the same windows of the validation text and its greedy answer to the same prompt. Needs
-`pip install 'taco-jax[data,inference,serve,gguf]' torch transformers`. Exit code 1: losses or answers differ.
+`pip install '.[data,inference,serve,gguf]' torch transformers`. Exit code 1: losses or answers differ.
 
 output     OUT/texts, model, data, run, exported; with --results the table in RESULTS/README.md and summary.json
 """
@@ -46,6 +46,8 @@ TINY = {
     "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 VOCAB, END = 512, "<|endoftext|>"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "starlette", "uvicorn")
+INSTALL = "'.[data,inference,serve]' torch transformers"
 
 
 def pages(characters: int = 400_000) -> list[str]:
@@ -247,6 +249,7 @@ def main(arguments: Sequence[str]) -> int:
         runs.require(path is None or path.exists(), f"--{key}", path, "is not there; name one that is")
     new = not args.out.exists() or not any(args.out.iterdir())
     runs.require(new, "--out", args.out, "is there and not empty; name a new folder, or remove it")
+    runs.packages(*PACKAGES, install=INSTALL)
     args.devices = args.devices or f"cpu:{args.dp * args.tp}"
     args.learning_rate = args.learning_rate or (1e-4 if args.model else 3e-3)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ Their main functions run under `taco_jax.config.cli.run`: a ConfigError is one l
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -142,6 +143,12 @@ def require(holds, key: str, value, rule: str) -> None:
     """Raises ConfigError unless `holds`."""
     if not holds:
         raise ConfigError(f"{key}={value}: {rule}")
+
+
+def packages(*names: str, install: str) -> None:
+    """Raises ConfigError where a package is not installed, before a script works for nothing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    require(not missing, "packages", ", ".join(missing), f"not installed, and needed here: pip install {install}")
 
 
 def limit(key: str, value: float | None) -> float | None:

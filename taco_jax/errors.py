@@ -28,6 +28,13 @@ def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None
     return f"known: {', '.join(sorted(names))}" if otherwise is None else otherwise
 
 
+def must_be_one_of(value: object, known: Iterable[object]) -> str:
+    """Returns "did you mean 'x'? (one of x, y)" where one of `known` is close, else "must be one of x, y"."""
+    names = ", ".join(map(str, known := list(known)))
+    close = did_you_mean(value, filter(None, known), otherwise="")
+    return f"{close} (one of {names})" if close else f"must be one of {names}"
+
+
 def listed(values: Iterable[object]) -> str:
     """Returns "1, 2 or 4" for the values 1, 2 and 4."""
     *most, last = map(str, values)

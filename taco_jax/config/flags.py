@@ -12,6 +12,8 @@ import difflib
 import io
 import re
 import runpy
+import shutil
+import textwrap
 import traceback
 import typing
 from collections.abc import Container, Mapping, Sequence, Set
@@ -86,7 +88,8 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(type(default), default=default, args=list(args), prog=prog, description=description)
+            text = _wrapped(description)
+            return tyro.cli(type(default), default=default, args=list(args), prog=prog, description=text)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -97,6 +100,16 @@ def parse_flags(default: Any, args: Sequence[str], *, prog: str, description: st
                 raise cause from None
             cause = cause.__context__
         raise ConfigError(f"{_one_line(errors.getvalue())}; {_all_flags(more)} describes every option") from None
+
+
+def _wrapped(description: str) -> str:
+    """Returns the paragraphs of a description in lines that fit the terminal.
+
+    tyro joins lines that begin with a letter and wraps none, so each begins with a space.
+    """
+    width = max(40, min(shutil.get_terminal_size().columns, help.WIDTH)) - 2
+    fill = lambda text: textwrap.fill(text, width, initial_indent=" ", subsequent_indent=" ", break_on_hyphens=False)
+    return "\n".join(fill(" ".join(part.split())) for part in description.split("\n\n"))
 
 
 def load(path: str | Path) -> TrainConfig:
@@ -115,7 +128,8 @@ def load(path: str | Path) -> TrainConfig:
                 f"--config {path}: is the workdir of a run; give {path / 'config.json'} to go on with it, or to start "
                 f"another one with its settings and --workdir"
             )
-        raise ConfigError(f"--config {path}: {what}; {did_you_mean(str(path), known) if known else 'give a .py file'}")
+        hint = did_you_mean(str(path), known) if known else "give a .py file or the config.json of a run"
+        raise ConfigError(f"--config {path}: {what}; {hint}")
     if path.suffix.lower() == ".json":
         return read_config(path)
     if path.suffix.lower() in (".yaml", ".yml", ".toml"):

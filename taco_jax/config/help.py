@@ -36,6 +36,7 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
     "model": (
         ("model.n_layers", "layers; --help-all lists the other sizes and kinds"),
         ("model.d_model", "width"),
+        ("lora.rank", "train low-rank adapters of so many columns, not the weights"),
         ("compute_dtype", "bfloat16, float32 or float16"),
         ("remat", "what the backward pass recomputes: none, dots or full"),
     ),

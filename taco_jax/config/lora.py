@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from taco_jax.config.rules import Checked
-from taco_jax.errors import ConfigError, did_you_mean
+from taco_jax.errors import ConfigError, must_be_one_of
 from taco_jax.models.config import ModelConfig
 
 MATRICES = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/gate", "mlp/up", "mlp/down")
@@ -48,8 +48,7 @@ class LoraConfig(Checked):
         known = (*MATRICES, *HUGGING_FACE)
         for name in self.targets:
             if name not in known:
-                hint = did_you_mean(name, known)
-                raise ConfigError(f"lora.targets={name!r}: {hint} (one of {', '.join(known)})")
+                raise ConfigError(f"lora.targets={name!r}: {must_be_one_of(name, known)}")
         for key, default in (("alpha", None), ("targets", ())):
             rule = "is used with lora.rank alone; set that too, such as 16, or leave it out"
             self.require(self.rank is not None or getattr(self, key) == default, key, rule)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from taco_jax.codec import CODECS, as_codec, check_choice
-from taco_jax.errors import ConfigError, did_you_mean
+from taco_jax.errors import ConfigError, must_be_one_of
 
 
 class Checked:
@@ -54,8 +54,7 @@ class Checked:
 
     def one_of(self, key: str, allowed: Sequence[Any]) -> None:
         value = getattr(self, key)
-        hint = did_you_mean(value, [choice for choice in allowed if choice])
-        self.require(value in allowed, key, f"{hint} (one of {', '.join(map(str, allowed))})")
+        self.require(value in allowed, key, must_be_one_of(value, allowed))
 
     def codec(self, key: str, *, others: tuple[str, ...] = ()) -> None:
         """others: what the field may be that is no codec. None passes."""

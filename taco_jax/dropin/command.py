@@ -32,8 +32,7 @@ class RunConfig:
     """The compression of the program after --."""
 
     compress: tuple[str, ...] = ()
-    """AXIS=CODEC, AXIS/OPERATION=CODEC or AXIS/PATTERN=CODEC, several times: tensor=int8h fsdp/reduce_scatter=int8h.
-    fsdp+tensor is of collectives over both axes at once; patterns are of op_name, such as '*layers/mlp*'."""
+    """AXIS=CODEC, AXIS/OPERATION=CODEC or AXIS/PATTERN=CODEC, several; AXIS+AXIS is both at once (docs/drop-in.md)."""
     min_bytes: int | None = None
     """Collectives of fewer bytes stay exact; None: as tuned for codec, ranks and link."""
     require: float | None = None

@@ -18,14 +18,16 @@ DESCRIPTION = """The loss of a model on a text, exact and with the sums over dev
 Prints loss and perplexity, their change against the exact model with its standard error (both paired token by token),
 wire bits per element and SNR of each site, and how often both hold the same token most likely."""
 
+CONTEXT = 1024
+"""Tokens of a window of a model that can read so many."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PerplexityConfig:
     """The loss of a model on a text, exact and compressed."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; a .gguf file; or a
-    training run's folder: runs/x, its latest checkpoint, or runs/x@STEP."""
+    """Hugging Face folder or .gguf (docs/inference.md has the families), or a run: runs/x (latest step), runs/x@9."""
     text: str = ""
     """Text file (UTF-8)."""
     codec: tuple[str, ...] = ("none",)
@@ -34,8 +36,8 @@ class PerplexityConfig:
     """Codecs of single sites, before codec: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     tp: int = 1
     """Tensor-parallel devices; with one there is nothing to compress."""
-    context: int = 1024
-    """Tokens of a window; windows do not overlap."""
+    context: int | None = None
+    """Tokens of a window; windows do not overlap. None: 1024, or the model's longest sequence if that is shorter."""
     max_tokens: int | None = None
     """Predict at most so many tokens, from the start of the text; None takes the whole text."""
     min_bytes: int = 0
@@ -53,12 +55,12 @@ class PerplexityConfig:
 def main(args: Sequence[str]) -> int:
     command, *rest = args or [""]
     if command in ("-h", "--help"):
-        print(f"python -m taco_jax.evaluate perplexity [options]\n\n{DESCRIPTION}")
+        print(f"python -m taco_jax.evaluate perplexity [options]; perplexity --help lists them\n\n{DESCRIPTION}")
         return 0
+    if not command:
+        raise ConfigError("perplexity: is needed, for example python -m taco_jax.evaluate perplexity --help")
     if command != "perplexity":
-        raise ConfigError(
-            f"{command or 'nothing'!r}: no evaluation of that name; {did_you_mean(command, ['perplexity'])}"
-        )
+        raise ConfigError(f"{command!r}: no evaluation of that name; {did_you_mean(command, ['perplexity'])}")
     prog = "python -m taco_jax.evaluate perplexity"
     config = cli.parse_flags(PerplexityConfig(), rest, prog=prog, description=DESCRIPTION)
     for key, example in (("model", "path/to/model"), ("text", "book.txt"), ("codec", "mxfp4 int8h")):
@@ -96,8 +98,10 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     checkpoint = open_checkpoint(config.model)
     if checkpoint.tokenizer is None:
         raise ConfigError(missing_tokenizer(checkpoint.path))
-    if config.context > checkpoint.config.max_length:
-        raise ConfigError(f"context={config.context}: the model's longest sequence has {checkpoint.config.max_length}")
+    longest = checkpoint.config.max_length
+    context = min(CONTEXT, longest) if config.context is None else config.context
+    if context > longest:
+        raise ConfigError(f"context={context}: the model's longest sequence has {longest}; use at most that")
     if config.tp == 1 and set(config.codec) != {"none"}:
         raise ConfigError(f"codec={' '.join(config.codec)}: one device sends nothing; set --tp (and --devices cpu:N)")
     ids = checkpoint.tokenizer.encode(_read(config.text))
@@ -117,8 +121,8 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     settings = {_name(codec, layout(each)): each for codec, each in settings.items()}
     feedback = {codec: layout(each).error_feedback for codec, each in settings.items()}
     params = load_params(checkpoint, mesh, config.dtype)
-    evaluation = Evaluation(checkpoint.config, mesh, params, ids, config.context)
-    where = f"context {config.context}, tp {config.tp}, {config.dtype}"
+    evaluation = Evaluation(checkpoint.config, mesh, params, ids, context)
+    where = f"context {context}, tp {config.tp}, {config.dtype}"
     cli.say(f"{len(ids) - 1} tokens of {config.text}, {where}")
     results, exact = {}, None
     for codec, each in settings.items():

@@ -25,9 +25,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
+import tyro
 from tyro.conf import Positional
 
 from taco_jax.config import ConfigError, cli
@@ -54,13 +55,12 @@ PARTIAL = ".partial"
 class ExportConfig:
     """Write a checkpoint of a training run as a Hugging Face folder."""
 
-    run: Positional[str] = ""
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN[@STEP]")] = ""
     """A run's folder, runs/x, its latest checkpoint, or runs/x@STEP."""
     to: str = ""
     """Folder to write; it must not exist, or be empty."""
     dtype: str | None = None
-    """Type of the weights: bfloat16, float32 or float16; None: that of the model that training started from, else
-    float32."""
+    """Type of the weights: bfloat16, float32 or float16; None: that of the model training began with, else float32."""
     max_shard_gb: float = 5.0
     """Gigabytes (10^9 bytes) of a file of weights at most, unless a single tensor has more."""
     merge: bool = False
@@ -281,7 +281,9 @@ def _write_weights(run: RunFolder, folder: Path, shards: list[Shard], dtype: np.
     for shard in shards:
         arrays = dict(itertools.islice(tensors, len(shard.tensors)))
         _save(arrays, folder / shard.file)
-        say(f"{shard.file}: {len(arrays)} tensors, {sum(shard.tensors.values()) / GIGABYTE:.3g} GB in {dtype.name}")
+        size = sum(shard.tensors.values())
+        amount = f"{size / GIGABYTE:.3g} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:.3g} MB"
+        say(f"{shard.file}: {len(arrays)} tensors, {amount} in {dtype.name}")
         del arrays
     if len(shards) > 1:
         total = sum(sum(shard.tensors.values()) for shard in shards)

@@ -17,8 +17,7 @@ class ModelFlags:
     """Which model, and how it runs on its devices."""
 
     model: str = ""
-    """Hugging Face folder (config.json, tokenizer.json, safetensors) of GPT-2, Llama, Qwen2, Qwen3; a .gguf file; or a
-    training run's folder: runs/x, its latest checkpoint, or runs/x@STEP."""
+    """Hugging Face folder or .gguf (docs/inference.md has the families), or a run: runs/x (latest step), runs/x@9."""
     tp: int = 1
     """Tensor-parallel devices."""
     compression: str = "none"

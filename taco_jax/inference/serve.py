@@ -32,17 +32,13 @@ class ServeConfig(ModelFlags):
     port: int = 8000
     """Port to listen on; 0 takes one that is free, which is printed."""
     allowed_host: tuple[str, ...] = ()
-    """Names that requests may call this server by (their Host), such as the name of a proxy in front of it; * is any.
-    Without it, any where --host is open to others, else localhost, 127.0.0.1, [::1] and --host itself, which always
-    may be: so no web page in a browser of this machine gets at it under a name of its own."""
+    """Host names of requests, besides localhost and --host; * is any, the default where --host is open to others."""
     api_key: str | None = None
-    """What requests must bring (Authorization: Bearer KEY), but those of /health. Others on this machine can see it in
-    the list of processes; --api-key-file does not show it."""
+    """What requests must bring (Authorization: Bearer KEY). The list of processes shows it; --api-key-file does not."""
     api_key_file: str | None = None
     """A file with the key, in a line of its own."""
     control_tokens: bool = True
-    """Texts and ids of /v1/completions may name control tokens, such as <|im_end|>; else such texts are plain text and
-    such ids are refused. Texts of chats never name them."""
+    """Raw prompts may name control tokens, such as <|im_end|>; else that is plain text, and their ids are refused."""
     name: str | None = None
     """What requests call the model; None: the last part of its path."""
     batch: int = 16
@@ -52,8 +48,7 @@ class ServeConfig(ModelFlags):
     max_length: int | None = None
     """Tokens of a prompt and its answer together; None: the model's longest sequence, 4096 at most."""
     min_bytes: int | None = None
-    """Messages below this many bytes are sent exactly; None: as tuned for the link, and all of decode steps. If set, an
-    answer may depend a little on those that are decoded beside it."""
+    """Messages below this many bytes are exact; None: as tuned, and all of decode steps; set, batches alter answers."""
 
 
 def main(args: Sequence[str]) -> int:

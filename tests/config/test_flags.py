@@ -1,6 +1,7 @@
 """Flags and experiment files: what is accepted, and the one line that says what is not."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -44,6 +45,35 @@ def test_every_key_has_a_sentence():
     for key in keys(TrainConfig()):
         name = key.rpartition(".")[2]
         assert re.search(rf'^    {name}: [^\n]*\n    """[A-Z\'][^\n]*\."""$', source, re.M), key
+
+
+PROGRAMS = {
+    "taco_jax.inference.generate": "GenerateConfig",
+    "taco_jax.inference.evaluate": "PerplexityConfig",
+    "taco_jax.inference.serve": "ServeConfig",
+    "taco_jax.inference.export": "ExportConfig",
+    "taco_jax.dropin.command": "RunConfig",
+    "taco_jax.tune": "TuneConfig",
+}
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_every_flag_of_other_programs_has_a_sentence_in_one_line(module):
+    """tyro keeps the line breaks of the string under a field, in the middle of the help's lines."""
+    cls = getattr(importlib.import_module(module), PROGRAMS[module])
+    source = "".join(inspect.getsource(base) for base in cls.__mro__[:-1])
+    for field in dataclasses.fields(cls):
+        assert re.search(rf'^    {field.name}: [^\n]*\n    """[A-Z\'0-9][^\n]*\."""$', source, re.M), field.name
+
+
+def test_paragraphs_of_a_description_fit_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    description = f"First.\n\n{'many words ' * 30}\n--flag is the end."
+    with pytest.raises(SystemExit):
+        cli.parse_flags(MeshConfig(), ["--help"], prog="x", description=description)
+    lines = capsys.readouterr().out.splitlines()
+    assert " First." in lines and max(map(len, lines)) <= 100
+    assert sum(line.count("many words") for line in lines) >= 25 and "--flag is the end." in " ".join(lines)
 
 
 def test_file_then_flags(tmp_path):
@@ -199,7 +229,7 @@ def test_an_experiment_file_that_ends_python_is_no_success(tmp_path, text, line,
 
 def test_folders_and_names_that_no_file_can_have(tmp_path, capsys):
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(ConfigError, match="folder.py: is a folder; give a .py file"):
+    with pytest.raises(ConfigError, match="folder.py: is a folder; give a .py file or the config.json of a run"):
         cli.load(tmp_path / "folder.py")
     with pytest.raises(ConfigError, match="other.py: no such file; give a .py file"):
         cli.load(tmp_path / "other.py")

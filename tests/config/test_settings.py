@@ -50,6 +50,7 @@ def test_the_floor_of_the_learning_rate_follows_it():
         ({"mesh.tp": 16}, "try 1, 2, 4 or 8"),
         ({"mesh.dp": 0}, "mesh.dp=0: must be at least 1"),
         ({"optimizer.name": "adam"}, "optimizer.name='adam': did you mean 'adamw'? (one of adamw, lion, muon)"),
+        ({"optimizer.schedule": "step"}, "optimizer.schedule='step': must be one of cosine, linear, wsd, constant"),
         ({"optimizer.schedule": "wsp"}, "optimizer.schedule='wsp': did you mean 'wsd'?"),
         ({"optimizer.decay_fraction": 0.0}, "optimizer.decay_fraction=0.0: must be above 0 and at most 1"),
         ({"optimizer.momentum": 1.0}, "optimizer.momentum=1.0: must be at least 0 and below 1"),

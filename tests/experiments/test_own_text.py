@@ -121,6 +121,20 @@ def test_the_page_from_text_to_answers(user, monkeypatch, capfd):
     assert answer.json()["choices"][0]["text"] == tokenizer.decode(greedy, skip_special_tokens=True) != ""
 
 
+def test_the_script_says_first_what_it_needs(tmp_path):
+    (tmp_path / "hide.py").write_text(
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "sys.argv[1:] = ['--out', 'all']\n"
+        "runpy.run_path(sys.path[0] + '/own_text.py', run_name='__main__')\n"
+    )
+    run = run_python([tmp_path / "hide.py", REPOSITORY / "experiments"], cwd=tmp_path, check=2)
+    needs = "not installed, and needed here: pip install '.[data,inference,serve]' torch transformers"
+    assert run.stderr == f"error: packages=torch: {needs}\n" and not (tmp_path / "all").exists()
+
+
 @pytest.mark.slow
 def test_the_script(tmp_path):
     """experiments/own_text.py itself, in processes: its table, and every command that it ran."""

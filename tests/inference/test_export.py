@@ -112,6 +112,7 @@ def test_files_of_a_size(exported_run, tmp_path):
         assert all(index["weight_map"][name] == file for name in tensors)
         whole, total = whole | tensors, total + size
     assert index["metadata"]["total_size"] == total and said[0].startswith(f"{files[0]}: 1 tensors, ")
+    assert " MB in float32" in said[0]
     assert said[-1] == f"no tokenizer: the run has none in {exported_run('llama') / 'model'}"
     of_one = _tensors(one / "model.safetensors")
     assert whole.keys() == of_one.keys()

@@ -22,7 +22,7 @@ from taco_jax.inference.loading import load_params, open_checkpoint
 from taco_jax.inference.run_folder import model_config, open_run
 from taco_jax.inference.text import ByteTokenizer
 
-BYTES = dataclasses.replace(QWEN2, vocab_size=256, init_std=0.2)
+BYTES = dataclasses.replace(QWEN2, vocab_size=256, init_std=0.2, max_length=64)
 PROMPT = "It is a truth "
 
 
@@ -89,8 +89,12 @@ def test_a_model_of_bytes_goes_on_with_text(of_bytes, capsys, tmp_path, monkeypa
     assert capsys.readouterr().out == " ".join(map(str, ids)) + "\n"
 
     (tmp_path / "text.txt").write_text("It is a truth universally known")
-    flags = ["--model", f"{of_bytes}@3", "--text", str(tmp_path / "text.txt"), "--context", "32"]
+    flags = ["--model", f"{of_bytes}@3", "--text", str(tmp_path / "text.txt")]
+    longest = BYTES.max_length
+    assert cli.run(evaluate.main, ["perplexity", *flags, "--context", str(longest + 1)]) == 2
+    assert f"context={longest + 1}: the model's longest sequence has {longest}; use at most" in capsys.readouterr().err
     assert cli.run(evaluate.main, ["perplexity", *flags, "--json", str(tmp_path / "out.json")]) == 0
+    assert f", context {longest}, tp 1" in capsys.readouterr().out and longest < 1024
     logits = compiled.logits(params, _filled(text := list(b"It is a truth universally known")))[0].astype(np.float64)
     nll = [np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, text[1:])]
     measured = json.loads((tmp_path / "out.json").read_text())["none"]

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import tomllib
 
 import pytest
 from documents import PAGES, anchors, blocks, links, paths, prose, text
@@ -57,6 +58,15 @@ def test_paths_and_modules_exist(page):
     assert not missing, f"{in_page(page)} names files that are not there: {missing}"
     modules = {name for name in re.findall(PYTHON, text(page)) if name.startswith(("taco_jax", "pallas_kernels"))}
     assert all(importlib.util.find_spec(name) for name in modules)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=in_page)
+def test_extras_exist_and_are_installed_from_the_clone(page):
+    """The package is in no index, so that only '.[extra]' works in an environment that does not have it yet."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"'([\w-]*\.?)\[([\w,-]+)\]'", text(page))
+    assert [where for where, _ in named if where != "."] == []
+    assert {extra for _, several in named for extra in several.split(",")} <= set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=in_page)
