@@ -180,6 +180,19 @@ def test_only_adapters_have_gradients_moments_and_messages():
     assert all((rows[key].elements, rows[key].bytes) == (before[key].elements, before[key].bytes) for key in same)
 
 
+def test_no_sum_of_a_frozen_parameter_s_gradient_is_listed():
+    """Of what every rank holds whole: replicated kv heads, their norms, learned positions, all norms and biases."""
+    model = dataclasses.replace(MODEL, qk_norm=True, positions="learned", out_bias=True, mlp_bias=True)
+    listed = []
+    for config in (CONFIG, dataclasses.replace(CONFIG, lora=LoraConfig())):
+        p = program(on(dataclasses.replace(config, model=model), tp=4, sequence_parallel=True))
+        listed.append({row.site.removesuffix("/grad") for row in p.table.rows() if row.site.endswith("/grad")})
+    of_adapters, without = listed
+    assert len(of_adapters) == len(MATRICES) + 2  # of k and v both matrices
+    assert {name.rpartition("/")[2] for name in of_adapters} == {"lora_a", "lora_b"}
+    assert {"embed/positions", "final_norm/scale", "layers/attn/k/kernel", "layers/attn/q_norm/scale"} <= without
+
+
 def test_a_step_changes_adapters_alone():
     """With ZeRO-1, a compressed copy and a codec on every axis; all ranks hold the same after it."""
     changes = dict(compression=CompressionConfig("int8h", "int8h", min_bytes=0), optimizer=OptimizerConfig(1e-2))
