@@ -48,7 +48,7 @@ class LoraConfig(Checked):
         known = (*MATRICES, *HUGGING_FACE)
         for name in self.targets:
             if name not in known:
-                hint = did_you_mean(name, known)
+                hint = did_you_mean(name, known, otherwise="no such matrix")
                 raise ConfigError(f"lora.targets={name!r}: {hint} (one of {', '.join(known)})")
         for key, default in (("alpha", None), ("targets", ())):
             rule = "is used with lora.rank alone; set that too, such as 16, or leave it out"

@@ -36,7 +36,7 @@ def read_config(path: Path) -> TrainConfig:
             f"or an experiment file (.py)"
         )
     try:
-        config = _made(TrainConfig, values, "")
+        config = made(TrainConfig, values, "")
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     except (ValueError, TypeError) as error:
@@ -47,7 +47,7 @@ def read_config(path: Path) -> TrainConfig:
     return dataclasses.replace(config, workdir=str(path.parent) if own else "", checkpoint=checkpoint, **left_out)
 
 
-def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:
+def made(cls: type, values: dict[str, Any], prefix: str) -> Any:
     """An object of a dataclass, and of those within it, from plain values."""
     hints, names = typing.get_type_hints(cls), [field.name for field in dataclasses.fields(cls)]
     for name in values:
@@ -61,7 +61,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     for kind in kinds:
         if dataclasses.is_dataclass(kind):
             if isinstance(value, dict):
-                return _made(kind, value, f"{key}.")
+                return made(kind, value, f"{key}.")
             if types.NoneType not in kinds or value is not None:
                 raise ConfigError(f"{key}={value!r}: must be an object of keys")
         # JSON has no tuples.

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.config import CheckpointConfig, ConfigError, LoraConfig
+from taco_jax.config.stored import made
 from taco_jax.errors import did_you_mean
 from taco_jax.inference.in_memory import by_name, name_of, stored_dtype
 from taco_jax.inference.model_folder import is_run, read_object
@@ -278,7 +279,7 @@ def open_run(path: str | Path) -> RunFolder:
     folder, asked = found
     settings = read_object(folder / CONFIG)
     config = model_config(settings, folder / CONFIG)
-    adapters = _adapters(settings, config, folder / CONFIG)
+    adapters = adapters_of(settings, config, folder / CONFIG)
     make = lambda: init_params(config, jax.random.key(0))
     if adapters is None:
         weights = _opened(folder, CHECKPOINTS, asked, make, config.vocab_size)
@@ -313,13 +314,15 @@ def _opened(run: Path, part: str, asked: int | None, make: Callable[[], Any], vo
     return _Arrays(reader, step, record, stored)
 
 
-def _adapters(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
-    """The adapters of a run's settings; None of a run without."""
-    given = dict(settings.get("lora") or {})
+def adapters_of(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
+    """Returns the adapters of a run's settings; None of a run without. Raises ConfigError for what describes none."""
+    given = settings.get("lora")
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"{where}: lora={given!r}: must be an object of keys")
     try:
-        return Adapters.of(LoraConfig(**given | {"targets": tuple(given.get("targets", ()))}), config)
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"{where}: lora: {error}") from None
+        return Adapters.of(made(LoraConfig, given or {}, LoraConfig.PREFIX), config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def load_run(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -74,13 +74,11 @@ class Base:
         if not config.checkpoint.enabled:
             return digest
         folder = Path(config.workdir) / BASE
-        if folder.exists() and _kept_digest(folder) != digest:
-            if jax.process_index() == 0:
-                set_aside(folder)
-            if jax.process_count() > 1:
-                from jax.experimental import multihost_utils
-
-                multihost_utils.sync_global_devices("taco_jax base set aside")
+        another = folder.exists() and _kept_digest(folder) != digest
+        _together("seen")  # by all, before the first one moves it
+        if another and jax.process_index() == 0:
+            set_aside(folder)
+        _together("set aside")
         with Checkpoints(folder, CheckpointConfig(keep=None)) as checkpoints:
             vocabulary = (size, pad_vocab(size, config.mesh.tp))
             checkpoints.save(STEP, _Stored(stored), {DIGEST: digest}, vocabulary=vocabulary)
@@ -103,6 +101,14 @@ class Base:
         if digest_of(found, size) != digest:
             raise CheckpointError(other(folder))
         return self.unpack(found)
+
+
+def _together(what: str) -> None:
+    """Waits until all processes are here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"taco_jax base {what}")
 
 
 def digest_of(params: Any, vocab_size: int) -> int:

@@ -234,17 +234,17 @@ def _refuse_part_of_a_run(given: str, path: Path) -> None:
 
 
 def _open_run(given: str, path: Path, step: int | None) -> Source:
-    from taco_jax.inference.run_folder import model_config
+    from taco_jax.inference.run_folder import adapters_of, model_config
 
     settings, present = read_config(path / CONFIG), saved_steps(path)
     model = model_config(settings, path / CONFIG)
+    adapted = adapters_of(settings, model, path / CONFIG) is not None
     if not present:
         raise ConfigError(f"init_from={given}: the run has no checkpoint; wait for its first, or name another run")
     if step is not None and step not in present:
         raise ConfigError(
             f"init_from={given}: the run has no checkpoint of step {step}; present: {', '.join(map(str, present))}"
         )
-    adapted = (settings.get("lora") or {}).get("rank") is not None
     return Source(given, path.absolute(), RUN, model, step=present[-1] if step is None else step, adapted=adapted)
 
 

@@ -1,8 +1,11 @@
 """Adapters: gradients against one device and against dense matrices, what is sent and held, and whole runs."""
 
+import contextlib
 import dataclasses
 import re
+import types
 import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,10 +24,11 @@ from taco_jax.config import (
 from taco_jax.config import pipeline_schedule as schedule_of
 from taco_jax.config.checks import check
 from taco_jax.config.lora import MATRICES
+from taco_jax.inference.run_folder import adapters_of
 from taco_jax.models import lora
 from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.pipeline import layout
-from taco_jax.train import dry_run
+from taco_jax.train import base, dry_run
 
 RANK = 4
 MODEL = dataclasses.replace(QWEN2, n_layers=4)
@@ -233,6 +237,42 @@ def test_what_is_refused_is_one_line(flags, message):
     with pytest.raises(ConfigError, match=f"^{message}$") as error:
         check(cli.parse_flags(full, flags, prog="", description=""))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "lora, message",
+    [
+        (5, "lora=5: must be an object of keys"),
+        ({"rank": 4, "size": 1}, "lora.size: no such key; .*"),
+        ({"rank": "4"}, "lora.rank='4': must be of type int or None, is str; .*"),
+        ({"rank": 4, "targets": "q_proj"}, "lora.targets='q_proj': must be of type tuple, is str"),
+        ({"rank": 4, "targets": [5]}, r"lora.targets=5: no such matrix \(one of .*"),
+        ({"rank": 4, "alpha": float("nan")}, "lora.alpha=nan: must be above 0 and finite"),
+    ],
+)
+def test_a_damaged_config_of_a_run_is_one_line(lora, message):
+    """For what reads a run, and for a run that starts from one."""
+    settings = {"model": dataclasses.asdict(MODEL), "lora": lora}
+    with pytest.raises(ConfigError, match=f"^x/config.json: {message}$"):
+        adapters_of(settings, MODEL, Path("x/config.json"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_base_is_moved_once_all_have_seen_it(first, monkeypatch, tmp_path):
+    """Of several processes the first one moves it: not before the others have looked, which would go on without it."""
+    from jax.experimental import multihost_utils
+
+    done = []
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: done.append("wait"))
+    monkeypatch.setattr(base, "set_aside", lambda folder: done.append("move"))
+    monkeypatch.setattr(base, "Checkpoints", lambda *args: contextlib.nullcontext(types.SimpleNamespace(
+        steps=list, save=lambda *args, **more: done.append("save"))))  # fmt: skip
+    (tmp_path / "base").mkdir()
+    monkeypatch.setattr(base, "digest_of", lambda *args: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: int(not first))
+    base.Base({}, 1, None).keep({}, dataclasses.replace(CONFIG, workdir=str(tmp_path)))
+    assert done == ["wait", *["move"] * first, "wait", "save"]
 
 
 def test_names_of_targets():
