@@ -119,9 +119,10 @@ def test_bad_input_is_one_line_and_exit_code_2(name, arguments, message, program
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made(program, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["bench_psum", "own_text"])
+def test_a_folder_that_cannot_be_made(name, program, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    assert cli.run(program("bench_psum").main, ["--out", str(tmp_path / "file")]) == 2
+    assert cli.run(program(name).main, ["--out", str(tmp_path / "file")]) == 2
     assert "cannot be made (File exists); name a folder that can" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept"
 
