@@ -52,7 +52,8 @@ class Parallel:
     adapter_scale: float = 1.0
     """How often the adapters of `Adapted` kernels count (`taco_jax.models.lora`)."""
     frozen: bool = False
-    """Whether adapters alone have gradients: the table then lists no sums of others' over `axis`."""
+    """Whether adapters alone have gradients, or nothing, as in inference: the table lists no sums of others' gradients.
+    """
 
     def __post_init__(self):
         plan = self.plan.items() if isinstance(self.plan, Mapping) else self.plan
