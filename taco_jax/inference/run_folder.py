@@ -36,7 +36,7 @@ from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import VOCAB_DIM
 from taco_jax.models.lora import Adapters
 from taco_jax.models.params import init_params, param_specs
-from taco_jax.train.base import DIGEST, STEP, missing, other
+from taco_jax.train.base import COPY_BACK, DIGEST, STEP, missing, other
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.digests import DIGESTS, UNPADDED, VOCABULARY, take_damaged
 from taco_jax.train.workdir import BASE, CHECKPOINTS, CONFIG
@@ -77,6 +77,8 @@ class _Reader(Checkpoints):
         return {"read_only": True}
 
     def _before(self, step: int) -> str:
+        if self.folder.name == BASE:
+            return COPY_BACK
         earlier = [s for s in self.steps() if s < step]
         return f"{self._run}@{earlier[-1]} is the one before it" if earlier else "no other is before it"
 

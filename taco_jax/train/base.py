@@ -27,6 +27,15 @@ from taco_jax.train.workdir import BASE, set_aside
 DIGEST = "base"
 """The key of `Base.digest` in records of checkpoints."""
 STEP = 0
+COPY_BACK = "copy the folder back from where the run was, or use another run"
+"""What helps where a base is lost or damaged: no other is before it."""
+
+
+class _Weights(Checkpoints):
+    """The folder, as its one checkpoint."""
+
+    def _before(self, step: int) -> str:
+        return COPY_BACK
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +103,7 @@ class Base:
           CheckpointError: it is not there, damaged, or not the one of that checkpoint.
         """
         folder, size = Path(config.workdir) / BASE, config.model.vocab_size
-        with Checkpoints(folder, CheckpointConfig(enabled=False)) as checkpoints:
+        with _Weights(folder, CheckpointConfig(enabled=False)) as checkpoints:
             if STEP not in checkpoints.steps():
                 raise CheckpointError(missing(folder))
             found = checkpoints.read_fields(STEP, {"params": self.shapes}, size, "use another --workdir")["params"]
@@ -117,10 +126,7 @@ def digest_of(params: Any, vocab_size: int) -> int:
 
 
 def missing(folder: Path) -> str:
-    return (
-        f"{folder}: has no whole weights, to which the run's adapters belong; copy the folder back from where the run "
-        f"was, or use another run"
-    )
+    return f"{folder}: has no whole weights, to which the run's adapters belong; {COPY_BACK}"
 
 
 def other(folder: Path) -> str:

@@ -138,7 +138,13 @@ def open_source(config: TrainConfig) -> Source:
     path, step = _path_and_step(given)
     run = _run_of(path)
     if run is not None:
-        return _open_run(given, run, step)
+        source = _open_run(given, run, step)
+        if source.adapted and config.init_optimizer:
+            raise ConfigError(
+                f"init_optimizer=True: {given} has trained adapters, and moments of these alone; leave init_optimizer "
+                f"out"
+            )
+        return source
     _refuse_part_of_a_run(given, path)
     if step is not None:
         if not path.exists():
