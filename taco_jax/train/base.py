@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,8 @@ class Base:
     def keep(self, base: Any, config: TrainConfig) -> int:
         """Stores a state's base, where checkpoints are on. Returns its digest. All processes call it.
 
-        It is for runs without a checkpoint: another base that lies there belongs to none, and is set aside.
+        It is for runs without a checkpoint: another base that lies there belongs to none, and is set aside. One that a
+        killed run has only begun is removed.
 
         Raises:
           SaveError: it cannot be written.
@@ -86,7 +89,10 @@ class Base:
         another = folder.exists() and _kept_digest(folder) != digest
         _together("seen")  # by all, before the first one moves it
         if another and jax.process_index() == 0:
-            set_aside(folder)
+            if _begun_alone(folder):
+                shutil.rmtree(folder)
+            else:
+                set_aside(folder)
         _together("set aside")
         with Checkpoints(folder, CheckpointConfig(keep=None)) as checkpoints:
             vocabulary = (size, pad_vocab(size, config.mesh.tp))
@@ -134,6 +140,11 @@ def other(folder: Path) -> str:
         f"{folder}: holds other weights than those that the checkpoint's adapters were trained with; copy back those "
         f"of the run, or use another run"
     )
+
+
+def _begun_alone(folder: Path) -> bool:
+    """Whether all in it is what a killed run has begun to write, which is of no use."""
+    return all(re.match(r"\d+\.orbax-checkpoint-tmp", part.name) for part in folder.iterdir())
 
 
 def _kept_digest(folder: Path) -> int | None:

@@ -257,9 +257,12 @@ def test_a_damaged_config_of_a_run_is_one_line(lora, message):
         adapters_of(settings, MODEL, Path("x/config.json"))
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_another_base_is_moved_once_all_have_seen_it(first, monkeypatch, tmp_path):
-    """Of several processes the first one moves it: not before the others have looked, which would go on without it."""
+@pytest.mark.parametrize("first, begun", [(True, False), (True, True), (False, False)])
+def test_another_base_is_moved_once_all_have_seen_it(first, begun, monkeypatch, tmp_path):
+    """Of several processes the first one moves it: not before the others have looked, which would go on without it.
+
+    What a killed run has begun to write goes, else each such start would leave gigabytes.
+    """
     from jax.experimental import multihost_utils
 
     done = []
@@ -267,12 +270,13 @@ def test_another_base_is_moved_once_all_have_seen_it(first, monkeypatch, tmp_pat
     monkeypatch.setattr(base, "set_aside", lambda folder: done.append("move"))
     monkeypatch.setattr(base, "Checkpoints", lambda *args: contextlib.nullcontext(types.SimpleNamespace(
         steps=list, save=lambda *args, **more: done.append("save"))))  # fmt: skip
-    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / ("0.orbax-checkpoint-tmp" if begun else "0")).mkdir(parents=True)
     monkeypatch.setattr(base, "digest_of", lambda *args: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: int(not first))
     base.Base({}, 1, None).keep({}, dataclasses.replace(CONFIG, workdir=str(tmp_path)))
-    assert done == ["wait", *["move"] * first, "wait", "save"]
+    assert done == ["wait", *["move"] * (first and not begun), "wait", "save"]
+    assert (tmp_path / "base").exists() != begun
 
 
 def test_names_of_targets():
