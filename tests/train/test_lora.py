@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import types
 import zlib
@@ -29,6 +30,7 @@ from taco_jax.models import lora
 from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.pipeline import layout
 from taco_jax.train import base, dry_run
+from taco_jax.train.workdir import open_workdir
 
 RANK = 4
 MODEL = dataclasses.replace(QWEN2, n_layers=4)
@@ -277,6 +279,20 @@ def test_another_base_is_moved_once_all_have_seen_it(first, begun, monkeypatch, 
     base.Base({}, 1, None).keep({}, dataclasses.replace(CONFIG, workdir=str(tmp_path)))
     assert done == ["wait", *["move"] * (first and not begun), "wait", "save"]
     assert (tmp_path / "base").exists() != begun
+
+
+def test_a_workdir_takes_the_same_adapters_in_other_words(tmp_path):
+    """The default spelled out, and Hugging Face's names."""
+    of = lambda **lora: dataclasses.replace(CONFIG, lora=LoraConfig(4, **lora), workdir=str(tmp_path / "run"))
+    open_workdir(of(targets=("q_proj", "v_proj")))
+    assert open_workdir(of(alpha=8.0, targets=("attn/v", "attn/q"))) == []
+    for other in (of(alpha=9.0, targets=("q_proj", "v_proj")), of(targets=("q_proj",)), of()):
+        with pytest.raises(ConfigError, match="holds another model .lora."):
+            open_workdir(other)
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora": 5}))
+    with pytest.raises(ConfigError, match="config.json: lora=5: must be an object of keys|lora.lora: no such key"):
+        open_workdir(of())
 
 
 def test_names_of_targets():
