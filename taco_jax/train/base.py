@@ -143,7 +143,7 @@ def other(folder: Path) -> str:
 
 
 def _begun_alone(folder: Path) -> bool:
-    """Whether all in it is what a killed run has begun to write, which is of no use."""
+    """Returns whether all in it is what a killed run has begun to write, which is of no use."""
     return all(re.match(r"\d+\.orbax-checkpoint-tmp", part.name) for part in folder.iterdir())
 
 

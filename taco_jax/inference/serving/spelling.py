@@ -81,8 +81,8 @@ class Spelling:
         return Prompt(ids, text, [min(offset, len(text)) for offset in offsets])
 
     def _offsets(self, ids: list[int], text: str) -> list[int] | None:
-        """Where tokens begin in a text that is not what they spell: its tokenizer writes characters in another way, or
-        puts a space behind a special token. None where the ids are not the library's own of this text."""
+        """Returns where tokens begin in a text that is not what they spell: its tokenizer writes characters in another
+        way, or puts a space behind a special token. None where the ids are not the library's own of this text."""
         encoding = self._tokenizer.library.encode_batch([text])[0]
         if encoding.ids != ids:
             return None
