@@ -135,7 +135,7 @@ def read_config(path: Path) -> dict:
 
 
 def _adapters(settings: dict, path: Path) -> tuple:
-    """Returns rank, scale and the names of the matrices of a run's adapters. Raises ConfigError for damaged settings."""
+    """Returns rank, scale and matrices of a run's adapters. Raises ConfigError for damaged settings."""
     lora = settings.get("lora", {})
     try:
         lora = made(LoraConfig, lora if isinstance(lora, dict) else {"lora": lora}, LoraConfig.PREFIX)
