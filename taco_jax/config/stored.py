@@ -6,9 +6,11 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from taco_jax.config.lora import LoraConfig
 from taco_jax.config.settings import TrainConfig
 from taco_jax.errors import ConfigError, did_you_mean
 
@@ -36,7 +38,7 @@ def read_config(path: Path) -> TrainConfig:
             f"or an experiment file (.py)"
         )
     try:
-        config = made(TrainConfig, values, "")
+        config = _made(TrainConfig, values, "")
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     except (ValueError, TypeError) as error:
@@ -47,7 +49,21 @@ def read_config(path: Path) -> TrainConfig:
     return dataclasses.replace(config, workdir=str(path.parent) if own else "", checkpoint=checkpoint, **left_out)
 
 
-def made(cls: type, values: dict[str, Any], prefix: str) -> Any:
+def lora_of(settings: Mapping[str, Any], where: Path) -> LoraConfig:
+    """Returns the adapters' part of a run's config.json; an older run's has none. Raises ConfigError for a damaged one.
+
+    where: the file, for messages.
+    """
+    given = settings.get("lora") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: lora={given!r}: must be an object of keys")
+    try:
+        return _made(LoraConfig, given, LoraConfig.PREFIX)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:
     """An object of a dataclass, and of those within it, from plain values."""
     hints, names = typing.get_type_hints(cls), [field.name for field in dataclasses.fields(cls)]
     for name in values:
@@ -61,7 +77,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     for kind in kinds:
         if dataclasses.is_dataclass(kind):
             if isinstance(value, dict):
-                return made(kind, value, f"{key}.")
+                return _made(kind, value, f"{key}.")
             if types.NoneType not in kinds or value is not None:
                 raise ConfigError(f"{key}={value!r}: must be an object of keys")
         # JSON has no tuples.

@@ -25,8 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.config import CheckpointConfig, ConfigError, LoraConfig
-from taco_jax.config.stored import made
+from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.config.stored import lora_of
 from taco_jax.errors import did_you_mean
 from taco_jax.inference.in_memory import by_name, name_of, stored_dtype
 from taco_jax.inference.model_folder import is_run, read_object
@@ -318,13 +318,7 @@ def _opened(run: Path, part: str, asked: int | None, make: Callable[[], Any], vo
 
 def adapters_of(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
     """Returns the adapters of a run's settings; None of a run without. Raises ConfigError for what describes none."""
-    given = settings.get("lora")
-    if not isinstance(given, dict | None):
-        raise ConfigError(f"{where}: lora={given!r}: must be an object of keys")
-    try:
-        return Adapters.of(made(LoraConfig, given or {}, LoraConfig.PREFIX), config)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from None
+    return Adapters.of(lora_of(settings, where), config)
 
 
 def load_run(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -90,7 +90,7 @@ class Base:
         _together("seen")  # by all, before the first one moves it
         if another and jax.process_index() == 0:
             if _begun_alone(folder):
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             else:
                 set_aside(folder)
         _together("set aside")
@@ -144,7 +144,7 @@ def other(folder: Path) -> str:
 
 def _begun_alone(folder: Path) -> bool:
     """Returns whether all in it is what a killed run has begun to write, which is of no use."""
-    return all(re.match(r"\d+\.orbax-checkpoint-tmp", part.name) for part in folder.iterdir())
+    return folder.is_dir() and all(re.match(r"\d+\.orbax-checkpoint-tmp", part.name) for part in folder.iterdir())
 
 
 def _kept_digest(folder: Path) -> int | None:

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from taco_jax.config import ConfigError, LoraConfig, TrainConfig, flatten, to_dict
-from taco_jax.config.stored import made
+from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
+from taco_jax.config.stored import lora_of
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
 PROFILE, WANDB = "profile", "wandb_run"
@@ -136,11 +136,7 @@ def read_config(path: Path) -> dict:
 
 def _adapters(settings: dict, path: Path) -> tuple:
     """Returns rank, scale and matrices of a run's adapters. Raises ConfigError for damaged settings."""
-    lora = settings.get("lora", {})
-    try:
-        lora = made(LoraConfig, lora if isinstance(lora, dict) else {"lora": lora}, LoraConfig.PREFIX)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    lora = lora_of(settings, path)
     return lora.rank, lora.scale, lora.named
 
 

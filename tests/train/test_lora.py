@@ -291,7 +291,7 @@ def test_a_workdir_takes_the_same_adapters_in_other_words(tmp_path):
             open_workdir(other)
     path = tmp_path / "run" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora": 5}))
-    with pytest.raises(ConfigError, match="config.json: lora=5: must be an object of keys|lora.lora: no such key"):
+    with pytest.raises(ConfigError, match="config.json: lora=5: must be an object of keys"):
         open_workdir(of())
 
 
