@@ -38,6 +38,7 @@ import runs
 import taco_jax.data
 from taco_jax.codec import CODECS
 from taco_jax.config import ConfigError, cli
+from taco_jax.inference.model_folder import is_run
 
 CHOICES, PASSAGE_WORDS, CHOICE_WORDS = 4, 60, 12
 TASKS = ("next_words", "passages")
@@ -118,6 +119,8 @@ def _write_task(folder: Path, name: str, kind: str, rest: str, docs: list[dict[s
 def transformers_folder(model: Path, folder: Path) -> Path:
     """A folder with the model's weights in float32 and its tokenizer: `model` itself, or made of a .gguf file."""
     if model.is_dir():
+        rule = "must be a transformers folder or a .gguf file; of a run what export writes, with --merge"
+        runs.require((model / "config.json").is_file() and not is_run(model), "--model", model, rule)
         return model
     from transformers import AutoModelForCausalLM
 

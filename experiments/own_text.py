@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,8 +122,11 @@ def served_answer(flags: Sequence[str], request: dict[str, Any]) -> str:
         url, body = f"{match[2]}/completions", json.dumps({"model": match[1]} | request)
         cli.say(f"\n$ curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
         headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=600) as answer:
-            said = json.load(answer)
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=600) as answer:
+                said = json.load(answer)
+        except urllib.error.HTTPError as error:  # a prompt that is too long, for one
+            raise ConfigError(f"serve: answers {error.code}: {json.load(error)['error']['message']}") from None
         cli.say(f"    {json.dumps(said)[:500]}")
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -247,12 +251,12 @@ def main(arguments: Sequence[str]) -> int:
     for key in ("model", "text"):
         path = getattr(args, key)
         runs.require(path is None or path.exists(), f"--{key}", path, "is not there; name one that is")
-    new = not args.out.exists() or not any(args.out.iterdir())
+    new = not args.out.is_dir() or not any(args.out.iterdir())
     runs.require(new, "--out", args.out, "is there and not empty; name a new folder, or remove it")
     runs.packages(*PACKAGES, install=INSTALL)
     args.devices = args.devices or f"cpu:{args.dp * args.tp}"
     args.learning_rate = args.learning_rate or (1e-4 if args.model else 3e-3)
-    args.out.mkdir(parents=True, exist_ok=True)
+    runs.folder("--out", args.out)
     text, model = args.text or args.out / "texts", args.model or args.out / "model"
     if args.text is None:
         write_texts(text)

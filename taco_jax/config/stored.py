@@ -6,11 +6,13 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from taco_jax.codec import AUTO
 from taco_jax.config.derived import USES, flatten
+from taco_jax.config.lora import LoraConfig
 from taco_jax.config.settings import TrainConfig
 from taco_jax.errors import ConfigError, did_you_mean
 
@@ -61,6 +63,20 @@ def own_codecs(workdir: str) -> dict[str, Any]:
     kinds = dict.fromkeys(USES, str) | {"compression.plan": dict}
     stays = lambda value, kind: isinstance(value, kind) and value != AUTO
     return {key: values[key] for key, kind in kinds.items() if stays(values.get(key), kind)}
+
+
+def lora_of(settings: Mapping[str, Any], where: Path) -> LoraConfig:
+    """Returns the adapters' part of a run's config.json; an older run's has none. Raises ConfigError for a damaged one.
+
+    where: the file, for messages.
+    """
+    given = settings.get("lora") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: lora={given!r}: must be an object of keys")
+    try:
+        return _made(LoraConfig, given, LoraConfig.PREFIX)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _made(cls: type, values: dict[str, Any], prefix: str) -> Any:

@@ -80,6 +80,11 @@ def main(arguments: Sequence[str]) -> int:
         if measured is None and options.measured:
             raise ConfigError(f"--measured {path}: there is no such file; make it with --measure --measured {path}")
     config = check(dataclasses.replace(config, model=_model(options.model)) if options.model else config)
+    if options.ttft is None and config.lora.rank is not None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank}: the forecast is of steps that train the model's own weights; leave it out, "
+            f"or ask for the time of a prompt by --ttft"
+        )
     gpu = _gpu(options, measured)
     link = _link(options, gpu, measured, config)
     between = None if options.between is None else links.parse(options.between, gpu, key="--between")

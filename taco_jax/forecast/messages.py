@@ -71,11 +71,12 @@ def training(config: TrainConfig) -> list[SiteMessage]:
     def site(name: str, entering: bool, elements: int, calls: int, again: int = 1) -> None:
         """A pair of messages: of a column-parallel layer's input (entering) or a row-parallel one's output."""
         forward, backward = _codecs(config, name)
+        fed = {"forward": c.error_feedback, "backward": c.backward_error_feedback}
         add = lambda direction, op, codec, calls: out.append(
             SiteMessage(
                 name, direction, op, axis="tp", ranks=mesh.tp, elements=elements, size=size, calls=calls, codec=codec,
                 between=_between(c.between_hosts),
-                feedback=c.error_feedback and direction == "forward" and not codec.exact,
+                feedback=fed[direction] and not codec.exact,
             )
         )  # fmt: skip
         if sp:

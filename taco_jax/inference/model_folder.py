@@ -91,6 +91,11 @@ def _folder(path: Path) -> str | None:
         return f"holds the checkpoints of a training run; name the run: --model {path.parent}"
     if path.parent.name == "checkpoints" and is_run(path.parent.parent):
         return f"is a checkpoint of a training run; name it so: --model {path.parent.parent}@{path.name}"
+    if (path / "adapter_config.json").is_file():
+        return (
+            "holds adapters alone, and no model; name a run of adapters, a folder that its export with --merge has "
+            "written, or what peft's merge_and_unload makes of both"
+        )
     if files := sorted(path.glob("*.gguf")):
         return f"has no config.json; name one of its GGUF files: --model {files[0]}"
     inside = sorted(found.parent for pattern in ("*", "snapshots/*") for found in path.glob(f"{pattern}/config.json"))

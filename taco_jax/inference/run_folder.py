@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from taco_jax.config import CheckpointConfig, ConfigError, LoraConfig
+from taco_jax.config import CheckpointConfig, ConfigError
+from taco_jax.config.stored import lora_of
 from taco_jax.errors import did_you_mean
 from taco_jax.inference.in_memory import by_name, name_of, stored_dtype
 from taco_jax.inference.model_folder import is_run, read_object
@@ -35,7 +36,7 @@ from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface import VOCAB_DIM
 from taco_jax.models.lora import Adapters
 from taco_jax.models.params import init_params, param_specs
-from taco_jax.train.base import DIGEST, STEP, missing, other
+from taco_jax.train.base import COPY_BACK, DIGEST, STEP, missing, other
 from taco_jax.train.checkpoint import CheckpointError, Checkpoints
 from taco_jax.train.digests import DIGESTS, UNPADDED, VOCABULARY, take_damaged
 from taco_jax.train.workdir import BASE, CHECKPOINTS, CONFIG
@@ -76,6 +77,8 @@ class _Reader(Checkpoints):
         return {"read_only": True}
 
     def _before(self, step: int) -> str:
+        if self.folder.name == BASE:
+            return COPY_BACK
         earlier = [s for s in self.steps() if s < step]
         return f"{self._run}@{earlier[-1]} is the one before it" if earlier else "no other is before it"
 
@@ -278,7 +281,7 @@ def open_run(path: str | Path) -> RunFolder:
     folder, asked = found
     settings = read_object(folder / CONFIG)
     config = model_config(settings, folder / CONFIG)
-    adapters = _adapters(settings, config, folder / CONFIG)
+    adapters = adapters_of(settings, config, folder / CONFIG)
     make = lambda: init_params(config, jax.random.key(0))
     if adapters is None:
         weights = _opened(folder, CHECKPOINTS, asked, make, config.vocab_size)
@@ -313,13 +316,9 @@ def _opened(run: Path, part: str, asked: int | None, make: Callable[[], Any], vo
     return _Arrays(reader, step, record, stored)
 
 
-def _adapters(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
-    """The adapters of a run's settings; None of a run without."""
-    given = dict(settings.get("lora") or {})
-    try:
-        return Adapters.of(LoraConfig(**given | {"targets": tuple(given.get("targets", ()))}), config)
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"{where}: lora: {error}") from None
+def adapters_of(settings: Mapping[str, Any], config: ModelConfig, where: Path) -> Adapters | None:
+    """Returns the adapters of a run's settings; None of a run without. Raises ConfigError for what describes none."""
+    return Adapters.of(lora_of(settings, where), config)
 
 
 def load_run(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:

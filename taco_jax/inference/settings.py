@@ -114,7 +114,8 @@ class Settings:
             plan |= {f"{segments[-1].sites_of}/{site}": c for site, c in zip((*ROWS, *enters), (*both, None, None))}
             start = stop
         chosen = "xla" if why_not_cudnn(config) else implementation(device, self.dtype, config.head_dim)
-        return Layout(Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen), tuple(segments))
+        par = Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen, frozen=True)
+        return Layout(par, tuple(segments))
 
     def _resolve(self, config: ModelConfig, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
         """Returns how each layer sends, a value for each of ROWS."""

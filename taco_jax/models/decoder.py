@@ -102,10 +102,10 @@ def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parall
         if positions_BL is None:
             positions = positions[: tokens_BL.shape[1]]
             if par.sequence_parallel:
-                positions = own_rows(positions, par.axis, "embed/positions")
+                positions = own_rows(positions, par.axis, "embed/positions", frozen=par.frozen)
         else:
             if par.sequence_parallel:
-                positions = use_replicated(positions, par.axis, "embed/positions")
+                positions = use_replicated(positions, par.axis, "embed/positions", frozen=par.frozen)
                 rows = positions_BL.shape[1] // lax.axis_size(par.axis)
                 own = lax.axis_index(par.axis) * rows
                 positions_BL = lax.dynamic_slice_in_dim(positions_BL, own, rows, axis=1)
@@ -257,7 +257,9 @@ def use_replicated_params(params: Params, config: ModelConfig, par: Parallel) ->
             param = use_replicated_adapter(param, spec, par.axis, "/".join(names[:-1]))
             return param._replace(kernel=use(path, param.kernel, spec))
         meets_varying = names[0] != "embed" and (par.sequence_parallel or alone & set(names))
-        return use_replicated(param, par.axis, "/".join(names)) if meets_varying and not any(spec) else param
+        if not meets_varying or any(spec):
+            return param
+        return use_replicated(param, par.axis, "/".join(names), frozen=par.frozen)
 
     specs = param_specs(config, tp, par.axis)
     return jax.tree_util.tree_map_with_path(use, params, specs, is_leaf=lambda node: isinstance(node, Adapted))

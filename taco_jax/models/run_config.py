@@ -51,6 +51,9 @@ class Parallel:
     """`precision` of matrix products, as in jax.lax.dot."""
     adapter_scale: float = 1.0
     """How often the adapters of `Adapted` kernels count (`taco_jax.models.lora`)."""
+    frozen: bool = False
+    """Whether adapters alone have gradients, or nothing, as in inference: the table lists no sums of others' gradients.
+    """
 
     def __post_init__(self):
         plan = self.plan.items() if isinstance(self.plan, Mapping) else self.plan
@@ -108,24 +111,26 @@ def remat(layer: Callable, mode: str) -> Callable:
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
-def use_replicated(param: jax.Array, axis: str, site: str) -> jax.Array:
+def use_replicated(param: jax.Array, axis: str, site: str, *, frozen: bool = False) -> jax.Array:
     """A parameter that every rank of `axis` holds, about to meet values that differ between ranks.
 
     Its gradient is the sum of the ranks' gradients: an exact psum in the parameter's own dtype, so call this on the
     float32 parameter, before any cast, and outside of scans, where one psum serves all layers. Invarying in, varying
-    out.
+    out. frozen: no gradient reaches it, so that none is listed.
     """
-    comm_log.exact(f"{site}/grad", "backward", "psum", axis, param)
+    if not frozen:
+        comm_log.exact(f"{site}/grad", "backward", "psum", axis, param)
     return to_varying(param, axis)
 
 
-def own_rows(rows_LD: jax.Array, axis: str, site: str) -> jax.Array:
+def own_rows(rows_LD: jax.Array, axis: str, site: str, *, frozen: bool = False) -> jax.Array:
     """This rank's L / tp rows of a replicated table: `rows_LD[rank * L / tp : (rank + 1) * L / tp]`.
 
     The rows' gradients come from one rank each, so the backward pass gathers them (half the bytes of a psum), exactly
-    and in the table's dtype. Invarying in, varying out.
+    and in the table's dtype. Invarying in, varying out. frozen: as in `use_replicated`.
     """
-    comm_log.exact(f"{site}/grad", "backward", "all_gather", axis, rows_LD)
+    if not frozen:
+        comm_log.exact(f"{site}/grad", "backward", "all_gather", axis, rows_LD)
     ranks = lax.axis_size(axis)
 
     @jax.custom_vjp

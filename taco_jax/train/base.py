@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,15 @@ from taco_jax.train.workdir import BASE, set_aside
 DIGEST = "base"
 """The key of `Base.digest` in records of checkpoints."""
 STEP = 0
+COPY_BACK = "copy the folder back from where the run was, or use another run"
+"""What helps where a base is lost or damaged: no other is before it."""
+
+
+class _Weights(Checkpoints):
+    """The folder, as its one checkpoint."""
+
+    def _before(self, step: int) -> str:
+        return COPY_BACK
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +75,8 @@ class Base:
     def keep(self, base: Any, config: TrainConfig) -> int:
         """Stores a state's base, where checkpoints are on. Returns its digest. All processes call it.
 
-        It is for runs without a checkpoint: another base that lies there belongs to none, and is set aside.
+        It is for runs without a checkpoint: another base that lies there belongs to none, and is set aside. One that a
+        killed run has only begun is removed.
 
         Raises:
           SaveError: it cannot be written.
@@ -74,13 +86,14 @@ class Base:
         if not config.checkpoint.enabled:
             return digest
         folder = Path(config.workdir) / BASE
-        if folder.exists() and _kept_digest(folder) != digest:
-            if jax.process_index() == 0:
+        another = folder.exists() and _kept_digest(folder) != digest
+        _together("seen")  # by all, before the first one moves it
+        if another and jax.process_index() == 0:
+            if _begun_alone(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
                 set_aside(folder)
-            if jax.process_count() > 1:
-                from jax.experimental import multihost_utils
-
-                multihost_utils.sync_global_devices("taco_jax base set aside")
+        _together("set aside")
         with Checkpoints(folder, CheckpointConfig(keep=None)) as checkpoints:
             vocabulary = (size, pad_vocab(size, config.mesh.tp))
             checkpoints.save(STEP, _Stored(stored), {DIGEST: digest}, vocabulary=vocabulary)
@@ -96,7 +109,7 @@ class Base:
           CheckpointError: it is not there, damaged, or not the one of that checkpoint.
         """
         folder, size = Path(config.workdir) / BASE, config.model.vocab_size
-        with Checkpoints(folder, CheckpointConfig(enabled=False)) as checkpoints:
+        with _Weights(folder, CheckpointConfig(enabled=False)) as checkpoints:
             if STEP not in checkpoints.steps():
                 raise CheckpointError(missing(folder))
             found = checkpoints.read_fields(STEP, {"params": self.shapes}, size, "use another --workdir")["params"]
@@ -105,16 +118,21 @@ class Base:
         return self.unpack(found)
 
 
+def _together(what: str) -> None:
+    """Waits until all processes are here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"taco_jax base {what}")
+
+
 def digest_of(params: Any, vocab_size: int) -> int:
     """Returns one number for the values of all parameters, without the vocabulary's padding: the same on every mesh."""
     return zlib.crc32(json.dumps(of_params(params, vocab_size), sort_keys=True).encode())
 
 
 def missing(folder: Path) -> str:
-    return (
-        f"{folder}: has no whole weights, to which the run's adapters belong; copy the folder back from where the run "
-        f"was, or use another run"
-    )
+    return f"{folder}: has no whole weights, to which the run's adapters belong; {COPY_BACK}"
 
 
 def other(folder: Path) -> str:
@@ -122,6 +140,11 @@ def other(folder: Path) -> str:
         f"{folder}: holds other weights than those that the checkpoint's adapters were trained with; copy back those "
         f"of the run, or use another run"
     )
+
+
+def _begun_alone(folder: Path) -> bool:
+    """Returns whether all in it is what a killed run has begun to write, which is of no use."""
+    return folder.is_dir() and all(re.match(r"\d+\.orbax-checkpoint-tmp", part.name) for part in folder.iterdir())
 
 
 def _kept_digest(folder: Path) -> int | None:

@@ -138,7 +138,13 @@ def open_source(config: TrainConfig) -> Source:
     path, step = _path_and_step(given)
     run = _run_of(path)
     if run is not None:
-        return _open_run(given, run, step)
+        source = _open_run(given, run, step)
+        if source.adapted and config.init_optimizer:
+            raise ConfigError(
+                f"init_optimizer=True: {given} has trained adapters, and moments of these alone; leave init_optimizer "
+                f"out"
+            )
+        return source
     _refuse_part_of_a_run(given, path)
     if step is not None:
         if not path.exists():
@@ -234,17 +240,17 @@ def _refuse_part_of_a_run(given: str, path: Path) -> None:
 
 
 def _open_run(given: str, path: Path, step: int | None) -> Source:
-    from taco_jax.inference.run_folder import model_config
+    from taco_jax.inference.run_folder import adapters_of, model_config
 
     settings, present = read_config(path / CONFIG), saved_steps(path)
     model = model_config(settings, path / CONFIG)
+    adapted = adapters_of(settings, model, path / CONFIG) is not None
     if not present:
         raise ConfigError(f"init_from={given}: the run has no checkpoint; wait for its first, or name another run")
     if step is not None and step not in present:
         raise ConfigError(
             f"init_from={given}: the run has no checkpoint of step {step}; present: {', '.join(map(str, present))}"
         )
-    adapted = (settings.get("lora") or {}).get("rank") is not None
     return Source(given, path.absolute(), RUN, model, step=present[-1] if step is None else step, adapted=adapted)
 
 

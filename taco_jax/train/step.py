@@ -134,6 +134,7 @@ class Program:
             loss_chunk=config.loss_chunk,
             precision="highest" if config.compute_dtype == "float32" else None,
             adapter_scale=1.0 if config.lora.rank is None else config.lora.scale,
+            frozen=config.lora.rank is not None,
         )
         self.adapters = lora.Adapters.of(config.lora, config.model)
         self.schedule_of_stages = pipeline_schedule(config)

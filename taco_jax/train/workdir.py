@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from taco_jax.config import ConfigError, TrainConfig, flatten, to_dict
+from taco_jax.config.stored import lora_of
 
 CONFIG, METRICS, PLOT, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "checkpoints"
 PROFILE, WANDB = "profile", "wandb_run"
@@ -94,10 +95,13 @@ def _open(config: TrainConfig) -> list[str]:
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
-        changed = _changed(read_config(path), now)
+        first = read_config(path)
+        changed = _changed(first, now)
+        if _adapters(first, path) == _adapters(now, path):  # said in other words
+            changed = {key: text for key, text in changed.items() if not key.startswith("lora.")}
         model = [text for key, text in changed.items() if key.startswith(("model.", "lora."))]
         if model:
-            source = read_config(path).get("init_from")
+            source = first.get("init_from")
             again = f" (--init-from {source} again)" if source is not None and config.init_from is None else ""
             raise ConfigError(
                 f"workdir={config.workdir}: holds another model ({', '.join(model)}); use the same model{again} or "
@@ -128,6 +132,12 @@ def read_config(path: Path) -> dict:
             f"another --workdir"
         )
     return config
+
+
+def _adapters(settings: dict, path: Path) -> tuple:
+    """Returns rank, scale and matrices of a run's adapters. Raises ConfigError for damaged settings."""
+    lora = lora_of(settings, path)
+    return lora.rank, lora.scale, lora.named
 
 
 def _changed(old: dict, new: dict) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from model_helpers import QWEN2
 
 from pallas_kernels.nvlink import hardware
-from taco_jax.config import cli
+from taco_jax.config import ConfigError, TrainConfig, cli, to_dict
 
 LINKS = ["--config", "experiments/quickstart.py"]
 BAD = [
@@ -119,11 +119,21 @@ def test_bad_input_is_one_line_and_exit_code_2(name, arguments, message, program
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made(program, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["bench_psum", "own_text"])
+def test_a_folder_that_cannot_be_made(name, program, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    assert cli.run(program("bench_psum").main, ["--out", str(tmp_path / "file")]) == 2
+    assert cli.run(program(name).main, ["--out", str(tmp_path / "file")]) == 2
     assert "cannot be made (File exists); name a folder that can" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_the_harness_has_no_model_of_a_run(program, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
+    (tmp_path / "empty").mkdir()
+    for name in ("run", "empty"):
+        with pytest.raises(ConfigError, match=f"^--model={tmp_path / name}: must be a transformers folder or a .gguf"):
+            program("lm_eval_server").transformers_folder(tmp_path / name, tmp_path / "made")
 
 
 def test_merges_that_are_not_gpt2s(program, tmp_path, capsys):

@@ -4,9 +4,13 @@ The commands run in this process, on four of its emulated devices: their main fu
 """
 
 import importlib
+import io
 import json
 import re
 import shlex
+import subprocess
+import types
+import urllib.error
 
 import httpx
 import numpy as np
@@ -17,7 +21,7 @@ from helpers import REPOSITORY, run_python
 from served import in_thread
 from text_corpus import END, byte_level, sentences
 
-from taco_jax.config import cli
+from taco_jax.config import ConfigError, cli
 from taco_jax.inference import serve
 
 torch = pytest.importorskip("torch", reason="the reference: pip install 'taco-jax[test]'")
@@ -148,3 +152,19 @@ def test_the_script(tmp_path):
     assert ran == [f"taco_jax.{name}" for name in ("prepare", "train", "train", "export", "serve")] + ["curl"]
     readme = (tmp_path / "results/README.md").read_text()
     assert f"| {reached['exact']:.4f} |" in readme and "* command: " in readme
+
+
+def test_a_request_that_the_server_refuses_is_one_line(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "experiments")
+    own_text = importlib.import_module("own_text")
+    body = io.BytesIO(b'{"error": {"message": "prompt: 300 tokens; at most 256 fit together"}}')
+
+    def refuse(*_, **__):
+        raise urllib.error.HTTPError("http://x", 400, "Bad Request", {}, body)
+
+    line = io.StringIO("serving run at http://127.0.0.1:1/v1\n")
+    process = types.SimpleNamespace(stdout=line, kill=lambda: None, wait=lambda *_: 0)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
+    monkeypatch.setattr(own_text.urllib.request, "urlopen", refuse)
+    with pytest.raises(ConfigError, match="^serve: answers 400: prompt: 300 tokens; at most 256 fit together$"):
+        own_text.served_answer(["--model", "run"], {"prompt": "x"})

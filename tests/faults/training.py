@@ -140,6 +140,14 @@ MUTANTS = (
         ("tests/train/test_lora.py -k moments_and_messages",),
     ),
     Mutant(
+        "lora-frozen-sums",
+        "sums of the gradients of parameters that stay are listed, which are never sent",
+        "taco_jax/train/step.py",
+        "frozen=config.lora.rank is not None,",
+        "frozen=False,",
+        ("tests/train/test_lora.py -k frozen_parameter",),
+    ),
+    Mutant(
         "lora-not-frozen",
         "a step that goes on trains the weights that were to stay",
         "taco_jax/train/step.py",

@@ -104,6 +104,7 @@ def test_a_hugging_face_folder(tmp_path, capsys):
         (["--gpu", "H2000", "--gpu-tflops", "-1", "--link", "host"], "--gpu-tflops=-1: must be above 0"),
         (["--link", "host"], "--gpu: name the GPU"),
         (["--gpu", "L4"], "--link: say what joins"),
+        (["--gpu", "L4", "--link", "host", "--lora.rank", "8"], "lora.rank=8: the forecast is of steps that train"),
         (["--gpu", "L4", "--link", "nvlink"], "L4 has no NVLink"),
         (["--gpu", "L4", "--link", "nvlnk"], "did you mean 'nvlink'?"),
         (["--gpu", "L4", "--link", "0GB/s"], "a speed must be from"),

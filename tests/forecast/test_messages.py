@@ -49,6 +49,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("way, key", [("forward", "error_feedback"), ("backward", "backward_error_feedback")])
+def test_sums_that_take_errors_along_are_marked(way, key):
+    """Their codec takes longer: it also writes what a wire has lost."""
+    fed = config({"tp": 4}, compression=CompressionConfig("int4h", "int4h", min_bytes=0, **{key: True}))
+    marked = {(m.site, m.direction) for m in messages.training(fed) if m.feedback}
+    sites = {"forward": ("attn/out", "mlp/down"), "backward": ("attn/qkv", "mlp/up")}
+    assert {(f"layers/{site}", way) for site in sites[way]} <= marked and {each for _, each in marked} == {way}
+
+
 NIGHTLY = ("circular", "a plan, exact heads", "exact gradients")
 
 

@@ -260,6 +260,38 @@ def test_texts_of_special_tokens_and_of_what_a_tokenizer_puts_around(two, monkey
     assert [spelling.prompt(half, None, ends=ends).text for ends in (True, False)] == ["\ufffd", ""]
 
 
+def test_offsets_where_a_tokenizer_writes_a_text_in_another_way():
+    """Composed characters, and spaces behind special tokens: those of the text are counted."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    from taco_jax.inference.text import Tokenizer as Wrapped
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: i for i, name in enumerate([*alphabet, "Ġt", "<s>"])}
+    library = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t")]))
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder, library.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+    tokenizer = Wrapped(library)
+    text = "e\u0301 to"  # two characters that are one to the model, of two bytes
+    prompt = Spelling(tokenizer).prompt(tokenizer.encode(text), text, ends=True)
+    assert (prompt.text, prompt.offsets) == (text, [0, 0, 2, 4])
+
+    vocab = {name: i for i, name in enumerate(["<unk>", "<s>", "▁", "a", "b", "▁b"])}
+    library = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "b")], unk_token="<unk>"))
+    library.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = Wrapped(library)
+    text = "a<s>b<s>ab b"
+    ids = tokenizer.encode(text)
+    prompt = Spelling(tokenizer).prompt(ids, text, ends=True)
+    names = [library.id_to_token(i) for i in ids]
+    assert names == ["<s>", "▁", "a", "<s>", "▁b", "<s>", "▁", "a", "b", "▁b"]
+    assert (prompt.text, prompt.offsets) == (text, [0, 0, 0, 1, 4, 5, 8, 8, 9, 10])
+
+
 @pytest.mark.slow
 def test_chats(two):
     body = {"messages": [{"role": "user", "content": "Hi!"}], "max_completion_tokens": 7}

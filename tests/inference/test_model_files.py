@@ -199,6 +199,8 @@ def test_paths_that_are_no_model(tmp_path):
     (tmp_path / "some.yaml").write_text("model: x")
     (tmp_path / "ggufs").mkdir()
     (tmp_path / "ggufs" / "a.gguf").write_text("")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     for path, message in (
         (run, r"first: has no checkpoint \(its training has saved none yet\); a run saves one at its end"),
         (f"{run}@2", r"first: has no checkpoint \("),
@@ -211,6 +213,7 @@ def test_paths_that_are_no_model(tmp_path):
         (model / SINGLE, f"is a file of a model; name its folder: --model {model}"),
         (tmp_path / "some.yaml", "some.yaml: is a file of settings; must be a Hugging Face folder"),
         (tmp_path / "ggufs", "has no config.json; name one of its GGUF files: --model .*a.gguf"),
+        (tmp_path / "adapters", "adapters: holds adapters alone, and no model; name a run of adapters, a folder that"),
         (tmp_path, f"has no config.json; name a model in it: --model {model}"),
         ("x" * 300, r"--model x+: cannot be read \(File name too long\)"),
         ("~no such user/model", r"--model ~no such user/model: cannot be read \(Could not determine home"),

@@ -1,8 +1,12 @@
 """Adapters: gradients against one device and against dense matrices, what is sent and held, and whole runs."""
 
+import contextlib
 import dataclasses
+import json
 import re
+import types
 import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,10 +25,12 @@ from taco_jax.config import (
 from taco_jax.config import pipeline_schedule as schedule_of
 from taco_jax.config.checks import check
 from taco_jax.config.lora import MATRICES
+from taco_jax.inference.run_folder import adapters_of
 from taco_jax.models import lora
 from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.pipeline import layout
-from taco_jax.train import dry_run
+from taco_jax.train import base, dry_run
+from taco_jax.train.workdir import open_workdir
 
 RANK = 4
 MODEL = dataclasses.replace(QWEN2, n_layers=4)
@@ -180,6 +186,19 @@ def test_only_adapters_have_gradients_moments_and_messages():
     assert all((rows[key].elements, rows[key].bytes) == (before[key].elements, before[key].bytes) for key in same)
 
 
+def test_no_sum_of_a_frozen_parameter_s_gradient_is_listed():
+    """Of what every rank holds whole: replicated kv heads, their norms, learned positions, all norms and biases."""
+    model = dataclasses.replace(MODEL, qk_norm=True, positions="learned", out_bias=True, mlp_bias=True)
+    listed = []
+    for config in (CONFIG, dataclasses.replace(CONFIG, lora=LoraConfig())):
+        p = program(on(dataclasses.replace(config, model=model), tp=4, sequence_parallel=True))
+        listed.append({row.site.removesuffix("/grad") for row in p.table.rows() if row.site.endswith("/grad")})
+    of_adapters, without = listed
+    assert len(of_adapters) == len(MATRICES) + 2  # of k and v both matrices
+    assert {name.rpartition("/")[2] for name in of_adapters} == {"lora_a", "lora_b"}
+    assert {"embed/positions", "final_norm/scale", "layers/attn/k/kernel", "layers/attn/q_norm/scale"} <= without
+
+
 def test_a_step_changes_adapters_alone():
     """With ZeRO-1, a compressed copy and a codec on every axis; all ranks hold the same after it."""
     changes = dict(compression=CompressionConfig("int8h", "int8h", min_bytes=0), optimizer=OptimizerConfig(1e-2))
@@ -220,6 +239,60 @@ def test_what_is_refused_is_one_line(flags, message):
     with pytest.raises(ConfigError, match=f"^{message}$") as error:
         check(cli.parse_flags(full, flags, prog="", description=""))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "lora, message",
+    [
+        (5, "lora=5: must be an object of keys"),
+        ({"rank": 4, "size": 1}, "lora.size: no such key; .*"),
+        ({"rank": "4"}, "lora.rank='4': must be of type int or None, is str; .*"),
+        ({"rank": 4, "targets": "q_proj"}, "lora.targets='q_proj': must be of type tuple, is str"),
+        ({"rank": 4, "targets": [5]}, r"lora.targets=5: must be one of .*"),
+        ({"rank": 4, "alpha": float("nan")}, "lora.alpha=nan: must be above 0 and finite"),
+    ],
+)
+def test_a_damaged_config_of_a_run_is_one_line(lora, message):
+    """For what reads a run, and for a run that starts from one."""
+    settings = {"model": dataclasses.asdict(MODEL), "lora": lora}
+    with pytest.raises(ConfigError, match=f"^x/config.json: {message}$"):
+        adapters_of(settings, MODEL, Path("x/config.json"))
+
+
+@pytest.mark.parametrize("first, begun", [(True, False), (True, True), (False, False)])
+def test_another_base_is_moved_once_all_have_seen_it(first, begun, monkeypatch, tmp_path):
+    """Of several processes the first one moves it: not before the others have looked, which would go on without it.
+
+    What a killed run has begun to write goes, else each such start would leave gigabytes.
+    """
+    from jax.experimental import multihost_utils
+
+    done = []
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: done.append("wait"))
+    monkeypatch.setattr(base, "set_aside", lambda folder: done.append("move"))
+    monkeypatch.setattr(base, "Checkpoints", lambda *args: contextlib.nullcontext(types.SimpleNamespace(
+        steps=list, save=lambda *args, **more: done.append("save"))))  # fmt: skip
+    (tmp_path / "base" / ("0.orbax-checkpoint-tmp" if begun else "0")).mkdir(parents=True)
+    monkeypatch.setattr(base, "digest_of", lambda *args: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: int(not first))
+    base.Base({}, 1, None).keep({}, dataclasses.replace(CONFIG, workdir=str(tmp_path)))
+    assert done == ["wait", *["move"] * (first and not begun), "wait", "save"]
+    assert (tmp_path / "base").exists() != begun
+
+
+def test_a_workdir_takes_the_same_adapters_in_other_words(tmp_path):
+    """The default spelled out, and Hugging Face's names."""
+    of = lambda **lora: dataclasses.replace(CONFIG, lora=LoraConfig(4, **lora), workdir=str(tmp_path / "run"))
+    open_workdir(of(targets=("q_proj", "v_proj")))
+    assert open_workdir(of(alpha=8.0, targets=("attn/v", "attn/q"))) == []
+    for other in (of(alpha=9.0, targets=("q_proj", "v_proj")), of(targets=("q_proj",)), of()):
+        with pytest.raises(ConfigError, match="holds another model .lora."):
+            open_workdir(other)
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora": 5}))
+    with pytest.raises(ConfigError, match="config.json: lora=5: must be an object of keys"):
+        open_workdir(of())
 
 
 def test_names_of_targets():

@@ -188,6 +188,25 @@ def _tree(run):
     return tree
 
 
+def test_moments_of_adapters_are_not_those_of_weights(saved, tokens, tmp_path):
+    start = dict(init_from=str(saved("llama")), init_optimizer=True, data=tokens, workdir=str(tmp_path / "a"))
+    full = dataclasses.replace(EXACT, lora=LoraConfig(), **start)
+    with pytest.raises(ConfigError, match="init_optimizer=True: .*llama has trained adapters, and moments"):
+        init_from.with_model(full)
+
+
+def test_a_damaged_base_says_what_helps(saved, settings, tmp_path):
+    """To what reads the run, and to the run itself."""
+    run = tmp_path / "run"
+    shutil.copytree(saved("llama"), run)
+    config = init_from.with_model(dataclasses.replace(settings("llama"), workdir=str(run)))
+    base, digest = build(config, make_mesh(2, 1, 2)).base, open_run(run).trained.record["base"]
+    (run / "base" / "0" / "state" / "manifest.ocdbt").write_bytes(b"x")
+    for read in (lambda: open_run(run).read("final_norm/scale"), lambda: base.read(config, digest)):
+        with pytest.raises(ConfigError, match=r"base/0: cannot be read \(.*; copy the folder back from where the run"):
+            read()
+
+
 def test_another_base_is_refused(saved, settings, tmp_path):
     """That of a run of the same settings with other weights."""
     run = saved("llama")

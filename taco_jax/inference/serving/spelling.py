@@ -73,11 +73,26 @@ class Spelling:
                 part = stream.add(token)
             parts.append(part)
             at += len(part)
-        if ends:
-            parts.append(stream.flush())
-        if text is not None:
-            return Prompt(ids, text, [min(offset, len(text)) for offset in offsets])
-        return Prompt(ids, "".join(parts), offsets)
+        rest = stream.flush()
+        if text is None:
+            return Prompt(ids, "".join(parts) + (rest if ends else ""), offsets)
+        if "".join(parts) + rest != text and (found := self._offsets(ids, text)):
+            offsets = found
+        return Prompt(ids, text, [min(offset, len(text)) for offset in offsets])
+
+    def _offsets(self, ids: list[int], text: str) -> list[int] | None:
+        """Returns where tokens begin in a text that is not what they spell: its tokenizer writes characters in another
+        way, or puts a space behind a special token. None where the ids are not the library's own of this text."""
+        encoding = self._tokenizer.library.encode_batch([text])[0]
+        if encoding.ids != ids:
+            return None
+        offsets, at = [], 0
+        for token, (start, _) in zip(ids, encoding.offsets):
+            # A byte-level one may count no space before a word.
+            start -= text[at:start].endswith(" ") and self.name(token).text.startswith(" ")
+            at = max(at, start)  # what a tokenizer puts around a text is at 0
+            offsets.append(at)
+        return offsets
 
     def completion(self, tokens: Sequence[int], offsets: Sequence[int], scores: Scores, asked: int) -> dict[str, list]:
         """The object of a completion's tokens; `asked` alternatives each, and the token itself where it is no such."""
