@@ -2,8 +2,8 @@
 
     minimise sum of cost[m, k(m)]    so that    sum of size[m, k(m)] <= budget
 
-Sizes are whole cells of a grid. They are rounded to the nearest, and where a solution then passes the budget, it is
-solved again with as much less: what is returned always keeps to the budget, and is the best to about one part in CELLS.
+Sizes are whole cells of a grid, the budget is CELLS of them. Sizes are rounded to the nearest, and where a solution
+then passes the budget, it is solved again with as much less: what is returned always keeps to the budget.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ def within_size(messages: Sequence[Message], budget: float) -> list[Option]:
         raise ConfigError(f"no choice of codecs has a size of {budget:g}; the least is {least:g}")
     # A choice of the smallest ones is always there, whatever rounding does.
     best = [min(message.options, key=lambda o: (o.size, o.cost)) for message in messages]
-    limit = budget
-    for _ in range(50):
-        chosen = _solved(messages, limit, budget / CELLS)
-        if chosen is None:
-            break
+    cell = budget / CELLS
+    # Roundings may add up to half a cell for each message: a choice that fits exactly must not be missed.
+    limit = budget + cell * len(messages) / 2
+    while cell > 0 and (chosen := _solved(messages, limit, cell)) is not None:
         over = sum(option.size for option in chosen) - budget
         if over <= budget * 1e-12:
             return min(best, chosen, key=lambda options: sum(option.cost for option in options))
-        limit -= over
+        limit -= max(over, cell)
     return best
 
 
@@ -86,13 +85,13 @@ def within_cost(messages: Sequence[Message], bound: float) -> list[Option]:
 
 def _solved(messages: Sequence[Message], limit: float, cell: float) -> list[Option] | None:
     """The best choice whose rounded sizes fit into `limit`, None where there is none."""
-    cells = int(np.floor(limit / cell + 1e-9)) if cell > 0 else 0
+    cells = int(np.floor(limit / cell + 1e-9))
     if cells < 0:
         return None
     # total[c]: the least cost of the messages so far with sizes of c cells and less.
     total, picks, widths = np.zeros(cells + 1), [], []
     for message in messages:
-        width = [int(round(option.size / cell)) if cell > 0 else 0 for option in message.options]
+        width = [round(option.size / cell) for option in message.options]
         with_option = np.full((len(width), cells + 1), np.inf)
         for k, (option, w) in enumerate(zip(message.options, width)):
             if w <= cells:

@@ -345,7 +345,7 @@ def _made(made: Mapping[str, Any], subject: Subject, read: Sequence[Any]) -> dic
 
 
 def plan_of(measured: Mapping, loss: float, subject: Subject, budget: Budget, codecs: Sequence[str],
-            forecast: Callable | None = None, *, made: Mapping[str, Any] = {}) -> tuple[PlanFile, list[str]]:  # fmt: skip
+            forecast: Callable | None, *, made: Mapping[str, Any]) -> tuple[PlanFile, list[str]]:  # fmt: skip
     """Returns the plan of what was measured, and the lines that the command prints."""
     import numpy as np
 

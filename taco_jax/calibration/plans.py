@@ -118,7 +118,7 @@ def by_layer(measured: Mapping[tuple[str, str], Statistics]) -> dict[tuple[str, 
             out[name, direction] = dataclasses.replace(statistics.layer(index), layers=1)
         if not statistics.layers:
             out[site, direction] = statistics
-    order = lambda key: [int(part) if part.isdigit() else -1 for part in key[0].split("/")[1:2]]
+    order = lambda entry: [int(part) if part.isdigit() else -1 for part in entry[0][0].split("/")[1:2]]
     return dict(sorted(out.items(), key=order))
 
 

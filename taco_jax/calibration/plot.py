@@ -17,9 +17,9 @@ def draw(path: Path, plan: PlanFile) -> None:
 
     rows: dict[str, list[tuple[str, dict]]] = {}
     for site, of_site in plan.sites.items():
-        first, *middle, last = site.split("/")
-        number = middle[0] if middle and middle[0].isdigit() else None
-        kind = "/".join([*middle[1:], last]) if number else site
+        parts = site.split("/")
+        number = parts[1] if len(parts) > 2 and parts[1].isdigit() else None
+        kind = "/".join(parts[2:]) if number else site
         for direction in ("forward", "backward"):
             measured = getattr(of_site, f"{direction}_measured")
             if measured is not None:
