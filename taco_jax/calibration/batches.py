@@ -16,8 +16,9 @@ from taco_jax.data.prepare.text_files import JSONL, Position, Reader, find_files
 from taco_jax.data.prepared import is_prepared
 from taco_jax.data.sources import open_source
 from taco_jax.data.token_files import TOKEN_SUFFIXES, megatron_prefix
-from taco_jax.data.tokens import CORPORA, DataError, check_ids
+from taco_jax.data.tokens import CORPORA, DataError, check_ids, read_text
 from taco_jax.errors import ConfigError
+from taco_jax.inference.text import ByteTokenizer
 
 BATCHES = 8
 """A calibration's tokens come in so many batches, so that what is measured has a standard error."""
@@ -39,11 +40,10 @@ def batches(name: str, *, vocab_size: int, tokenizer: Any, length: int, tokens: 
     count = max(1, tokens // length)
     rows = max(1, count // BATCHES)
     count = max(1, count // rows) * rows
-    text = _is_text(name)
+    text = name in CORPORA or _is_text(name)
     if text and tokenizer is None and vocab_size != 256:
         raise ConfigError(f"--data {name}: is text, and the model has no tokenizer; give token files (docs/data.md)")
-    bytes_alone = tokenizer is None or getattr(tokenizer, "byte_level", False)
-    if text and not bytes_alone or (text and not _as_bytes(name)):
+    if text and not (_of_bytes(tokenizer) and _as_bytes(name)):
         windows = _of_text(name, tokenizer, length, count * parts)
     else:
         stream = open_source(name, vocab_size).tokens
@@ -60,12 +60,16 @@ def _is_text(name: str) -> bool:
             return False
         tokens = any(p.suffix in TOKEN_SUFFIXES for p in path.iterdir())
         return not tokens
-    return name not in CORPORA and path.suffix not in TOKEN_SUFFIXES and megatron_prefix(path) is None
+    return path.suffix not in TOKEN_SUFFIXES and megatron_prefix(path) is None
+
+
+def _of_bytes(tokenizer: Any) -> bool:
+    return tokenizer is None or isinstance(tokenizer, ByteTokenizer)
 
 
 def _as_bytes(name: str) -> bool:
     """Returns whether the trainer reads a text's bytes by itself."""
-    return not Path(name).is_dir() and name.endswith((".txt", ".txt.xz"))
+    return name in CORPORA or (not Path(name).is_dir() and name.endswith((".txt", ".txt.xz")))
 
 
 def _of_stream(name: str, stream: Any, length: int, count: int) -> list[np.ndarray]:
@@ -97,6 +101,9 @@ def _documents(name: str) -> Iterator[str]:
     def bad(error: DataError) -> None:
         raise error
 
+    if name in CORPORA:
+        yield bytes(read_text(name)).decode()
+        return
     if not name.lower().endswith(JSONL) and Path(name).is_file() and ".txt" not in Path(name).suffixes:
         try:
             yield Path(name).read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
     model = Model(config, params, mesh, parallel)
     found = measure(model, batches, codecs)         # {(site, direction): Statistics}
 
-One pass, forward and backward with exact sums, measures all sites and candidates at once. For training
-(`gradients=True`) each site and direction has one more pass, in which that message alone has the error of the codec
+One pass, forward and backward with exact sums, measures all sites and candidates at once. Its labels are drawn from the
+model's own distribution, as the Fisher matrix has them: with the text's own labels a model that is too sure of itself
+would seem to feel more than it does. For training (`gradients=True`) backward messages and gradients are those of the
+text's labels, and each site and direction has one more pass, in which that message alone has the error of the codec
 REFERENCE: what it changes in the gradient of the parameters.
 
 Dims: B sequences, L tokens, N layers, C channels, K candidates.
@@ -37,6 +39,7 @@ from taco_jax.tensor_parallel import to_varying
 DIRECTIONS = ("forward", "backward")
 REFERENCE = "int6h"
 """The codec whose error is injected: small enough that its effect grows with its square."""
+LABELS = ("model", "text")
 OUTLYING = 6.0
 """A channel is outlying where its root mean square is so many times that of the median channel."""
 
@@ -143,6 +146,7 @@ def measure(
     sites: Sequence[str],
     feedback: bool,
     gradients: bool,
+    labels: str = LABELS[0],
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[tuple[str, str], Statistics], float]:
     """Returns ({(site, direction): Statistics} of all messages that are sent, the exact loss in nats a token).
@@ -153,24 +157,32 @@ def measure(
       sites: those to measure; messages of others are exact and not looked at.
       feedback: also measure errors that the next sum takes along (whole sequences, no normalised sums).
       gradients: measure what errors do to the parameters' gradient.
+      labels: of forward messages' gradients, "model" or "text".
 
     Raises:
       ValueError: a loss that is not finite.
     """
-    program = Program(model, codecs, sites, feedback=feedback, gradients=gradients)
+    make = lambda codecs, gradients: Program(model, Probe(codecs, as_codec(REFERENCE)), sites, feedback, gradients)
+    program = make(tuple(as_codec(codec) for codec in codecs), False)
+    injected = make((), True) if gradients else None  # without candidates, which would be measured each time
+    draw = Draw(model)
     rows: dict[str, list[np.ndarray]] = {site: [] for site in sites}
     errors: dict[tuple[str, str], list[float]] = {}
     losses = []
     for number, batch in enumerate(batches):
-        loss, exact, measures = program.run(batch)
+        tokens, targets = batch[:, :-1].astype(np.int32), batch[:, 1:].astype(np.int32)
+        drawn, loss = draw(tokens, targets, number)
         losses.append(loss)
         if not np.isfinite(loss):
             raise ValueError(f"the loss of batch {number} is {loss}: the model's values are not finite")
+        felt = program.run(tokens, targets if labels == "text" else drawn)[1]
+        measures = program.run(tokens, targets)[1] if gradients and labels != "text" else felt
         for site in sites:
-            rows[site].append(np.asarray(measures[site], np.float64))
+            rows[site].append(np.stack([felt[site][..., 0, :], measures[site][..., 1, :]], -2).astype(np.float64))
         if gradients:
+            exact = injected.run(tokens, targets)[0]
             for site, direction in program.sent(measures):
-                changed = program.run(batch, switched=(site, direction))[1]
+                changed = injected.run(tokens, targets, switched=(site, direction))[0]
                 errors.setdefault((site, direction), []).append(float(program.relative(changed, exact)))
         say(f"batch {number + 1} of {len(batches)}: loss {loss:.4f}")
     elements = batches[0].shape[0] * (batches[0].shape[1] - 1)
@@ -186,12 +198,40 @@ def measure(
     return found, float(np.mean(losses))
 
 
-class Program:
-    """The compiled pass of a model under a probe."""
+class Draw:
+    """The compiled forward pass that draws labels."""
 
-    def __init__(self, model: Model, codecs: Sequence[str], sites: Sequence[str], *, feedback: bool, gradients: bool):
+    def __init__(self, model: Model):
+        self.model = model
+        exact = dict.fromkeys(decoder.site_names(model.config, model.tp))
+        self.parallel = dataclasses.replace(model.parallel, plan=exact, chains=1)
+        specs = (param_specs(model.config, model.tp), P(), P(), P())
+        self._run = jax.jit(jax.shard_map(self._draw, mesh=model.mesh, in_specs=specs, out_specs=P()))
+
+    def __call__(self, tokens_BL: np.ndarray, targets_BL: np.ndarray, seed: int) -> tuple[np.ndarray, float]:
+        """Returns (ids int32[B, L] drawn from what the model expects at each position, the mean loss of targets)."""
+        drawn, nll = [], 0.0
+        # The logits of one sequence exist at once.
+        for row, (tokens_L, targets_L) in enumerate(zip(tokens_BL, targets_BL)):
+            key = jax.random.fold_in(jax.random.key(seed), row)
+            placed = jax.device_put((tokens_L[None], targets_L[None], key), NamedSharding(self.model.mesh, P()))
+            ids, of_row = self._run(self.model.params, *placed)
+            drawn.append(np.asarray(ids[0]))
+            nll += float(of_row)
+        return np.stack(drawn).astype(np.int32), nll / targets_BL.size
+
+    def _draw(self, params, tokens_BL, targets_BL, key):
+        logits_BLV = decoder.logits(params, tokens_BL, self.model.config, self.parallel, {})
+        scores_BL1 = jnp.take_along_axis(jax.nn.log_softmax(logits_BLV), targets_BL[..., None], -1)
+        return jax.random.categorical(key, logits_BLV), -jnp.sum(scores_BL1)
+
+
+class Program:
+    """The compiled pass of a model under a probe. Without `gradients` it returns none, and injects nothing."""
+
+    def __init__(self, model: Model, probe: Probe, sites: Sequence[str], feedback: bool, gradients: bool):
         self.model, self.gradients, self.sites = model, gradients, tuple(sites)
-        self.probe = Probe(tuple(as_codec(codec) for codec in codecs), as_codec(REFERENCE) if gradients else None)
+        self.probe = probe if self.gradients else dataclasses.replace(probe, injected=None)
         config = model.config
         fed = {site: feedback and site.endswith(("attn/out", "mlp/down")) for site in sites}
         names = decoder.site_names(config, model.tp)
@@ -201,25 +241,24 @@ class Program:
         specs = param_specs(config, model.tp)
         mapped = jax.shard_map(
             self._pass, mesh=model.mesh, in_specs=(specs, P(), P(), P()),
-            out_specs=(P(), specs if gradients else P(), P()),
+            out_specs=(specs if self.gradients else P(), P()),
         )  # fmt: skip
         self._run = jax.jit(mapped)
         self.relative = jax.jit(_relative)
 
-    def run(self, batch: np.ndarray, switched: tuple[str, str] | None = None) -> tuple[float, Any, dict[str, Any]]:
-        """Returns (loss in nats a token, the gradient or None, measures [(N,) 2, columns] by site) of int32[B, L + 1].
+    def run(self, tokens_BL: np.ndarray, targets_BL: np.ndarray,
+            switched: tuple[str, str] | None = None) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+        """Returns (the gradient, measures [(N,) 2, columns] by site) of int32 ids.
 
         switched: the site and direction that has the error of REFERENCE.
         """
         switches = {site: np.zeros((*shape, 2), np.int32) for site, shape in self.shapes.items()}
         if switched is not None:
             switches[switched[0]][..., DIRECTIONS.index(switched[1])] = 1
-        everywhere = NamedSharding(self.model.mesh, P())
-        tokens = batch[:, :-1].astype(np.int32), batch[:, 1:].astype(np.int32)
-        placed = jax.device_put((switches, *tokens), everywhere)
+        placed = jax.device_put((switches, tokens_BL, targets_BL), NamedSharding(self.model.mesh, P()))
         with probed_by(self.probe):
-            nll, gradient, measures = self._run(self.model.params, *placed)
-        return float(nll) / tokens[0].size, gradient or None, jax.device_get(measures)
+            gradient, measures = self._run(self.model.params, *placed)
+        return gradient, jax.device_get(measures)
 
     def sent(self, measures: dict[str, Any]) -> list[tuple[str, str]]:
         """Returns the sites and directions that have a message."""
@@ -236,17 +275,10 @@ class Program:
             ones = jnp.ones(targets_BL.shape)
             return decoder.loss(params, tokens_BL, targets_BL, ones, config, self.parallel, state)[0]
 
-        nll, (gradient, measures) = (
-            jax.value_and_grad(loss, argnums=(0, 1))(params, slots)
-            if self.gradients
-            else _slots_alone(loss, params, slots)
-        )
-        return nll, gradient, lax.psum(measures, axis)
-
-
-def _slots_alone(loss: Callable, params, slots):
-    nll, measures = jax.value_and_grad(loss, argnums=1)(params, slots)
-    return nll, ({}, measures)
+        if not self.gradients:
+            return {}, lax.psum(jax.grad(loss, argnums=1)(params, slots), axis)
+        gradient, measures = jax.grad(loss, argnums=(0, 1))(params, slots)
+        return gradient, lax.psum(measures, axis)
 
 
 def _relative(changed, exact) -> jax.Array:
