@@ -121,7 +121,13 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         made = {"command": "experiments/calibration_study.py", "use": "first_token", "budget": budget.text}
         try:
             plan, _ = plan_of(
-                first, loss, subject, budget, plans.CANDIDATES, None, made=made | {"data": "corpus", "tokens": tokens}
+                first,
+                loss,
+                subject,
+                budget,
+                plans.CANDIDATES,
+                forecast=None,
+                made=made | {"data": "corpus", "tokens": tokens},
             )
         except ConfigError as error:
             print(f"{name}: {error}")
@@ -197,7 +203,9 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
                 for s, d in first}  # fmt: skip
     budget = Budget("bits", args.training_bits, f"{args.training_bits:g} bits")
     made = {"command": "experiments/calibration_study.py", "use": "training", "budget": budget.text, "data": "austen"}
-    plan, lines = plan_of(first, loss, subject, budget, plans.CANDIDATES, None, made=made | {"tokens": args.tokens})
+    plan, lines = plan_of(
+        first, loss, subject, budget, plans.CANDIDATES, forecast=None, made=made | {"tokens": args.tokens}
+    )
     plan_file.write(plan, args.out / "plan_quickstart.json")
     print("\n".join(lines))
     return {

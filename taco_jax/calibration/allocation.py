@@ -29,7 +29,7 @@ class Option:
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class Item:
     """One site and direction, and the ways to send it."""
 
     site: str
@@ -37,17 +37,17 @@ class Message:
     options: tuple[Option, ...]
 
 
-def cheapest(messages: Sequence[Message]) -> float:
+def cheapest(messages: Sequence[Item]) -> float:
     """Returns the least size that any choice has."""
     return sum(min(option.size for option in message.options) for message in messages)
 
 
-def least_cost(messages: Sequence[Message]) -> float:
+def least_cost(messages: Sequence[Item]) -> float:
     """Returns the least cost that any choice has."""
     return sum(min(option.cost for option in message.options) for message in messages)
 
 
-def within_size(messages: Sequence[Message], budget: float) -> list[Option]:
+def within_size(messages: Sequence[Item], budget: float) -> list[Option]:
     """Returns an option for each message: the least cost of those whose sizes add up to at most `budget`.
 
     Raises:
@@ -69,7 +69,7 @@ def within_size(messages: Sequence[Message], budget: float) -> list[Option]:
     return best
 
 
-def within_cost(messages: Sequence[Message], bound: float) -> list[Option]:
+def within_cost(messages: Sequence[Item], bound: float) -> list[Option]:
     """Returns an option for each message: the least size of those whose costs add up to at most `bound`.
 
     Raises:
@@ -83,7 +83,7 @@ def within_cost(messages: Sequence[Message], bound: float) -> list[Option]:
     return [swap(option) for option in within_size(swapped, bound)]
 
 
-def _solved(messages: Sequence[Message], limit: float, cell: float) -> list[Option] | None:
+def _solved(messages: Sequence[Item], limit: float, cell: float) -> list[Option] | None:
     """The best choice whose rounded sizes fit into `limit`, None where there is none."""
     cells = int(np.floor(limit / cell + 1e-9))
     if cells < 0:

@@ -161,7 +161,7 @@ def candidates(options: argparse.Namespace) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is measured: a `measure.Model`, and how. sites: those to measure, of the model's. length: of
+    """A `measure.Model`, and how it is measured. sites: those to measure, of the model's. length: of
     sequences. elements: of a message where the plan will be used."""
 
     model: Any
@@ -329,7 +329,7 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return plan_of(measured, loss, subject, budget, codecs, forecast, made=_made(made, subject, read))
+    return plan_of(measured, loss, subject, budget, codecs, forecast=forecast, made=_made(made, subject, read))
 
 
 def _made(made: Mapping[str, Any], subject: Subject, read: Sequence[Any]) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def _made(made: Mapping[str, Any], subject: Subject, read: Sequence[Any]) -> dic
 
 
 def plan_of(measured: Mapping, loss: float, subject: Subject, budget: Budget, codecs: Sequence[str],
-            forecast: Callable | None, *, made: Mapping[str, Any]) -> tuple[PlanFile, list[str]]:  # fmt: skip
+            *, forecast: Callable | None, made: Mapping[str, Any]) -> tuple[PlanFile, list[str]]:  # fmt: skip
     """Returns the plan of what was measured, and the lines that the command prints."""
     import numpy as np
 
@@ -419,4 +419,4 @@ def _machine(options: argparse.Namespace, config: TrainConfig, use: str) -> Call
     machine = Machine(gpu, links.parse(options.link, gpu), config.mesh.size if use == "training" else config.mesh.tp)
     from taco_jax.calibration import times
 
-    return lambda measured, subject, codecs: times.of(machine, config, subject, measured, codecs, options.ttft)
+    return lambda measured, subject, codecs: times.of(machine, config, subject, measured, codecs, length=options.ttft)

@@ -85,7 +85,7 @@ class Statistics:
 
     @property
     def kurtosis(self) -> float:
-        """Of the values that ranks hand in: 3 for a normal distribution."""
+        """Returns the kurtosis of the values that ranks hand in: 3 for a normal distribution."""
         count, square, fourth = (self.head[key].sum() for key in ("values", "square", "fourth"))
         return float(fourth * count / square**2) if square else 0.0
 
@@ -103,7 +103,7 @@ class Statistics:
         return self.of_codec["noise"].sum((0, 1)) / signal if signal else np.zeros(len(self.codecs))
 
     def snr_db(self) -> np.ndarray:
-        """Of each candidate, float64[K]; inf where nothing is lost."""
+        """Returns the SNR of each candidate, float64[K]; inf where nothing is lost."""
         with np.errstate(divide="ignore"):
             return -10 * np.log10(self.relative_errors)
 
@@ -193,8 +193,9 @@ def measure(
         head, of_codec, channels = program.probe.read(stacked if layers else stacked[:, None])
         error = np.array(errors[site, direction]) if gradients else None
         found[site, direction] = Statistics(
-            tuple(codecs), head, of_codec, channels, elements * model.config.d_model, layers, elements, error
-        )
+            tuple(codecs), head, of_codec, channels, elements=elements * model.config.d_model, layers=layers,
+            tokens=elements, gradient_error=error,
+        )  # fmt: skip
     return found, float(np.mean(losses))
 
 
@@ -272,8 +273,8 @@ class Program:
 
         def loss(params, slots):
             state = {site: SiteScales(switches[site], slots[site]) for site in slots}
-            ones = jnp.ones(targets_BL.shape)
-            return decoder.loss(params, tokens_BL, targets_BL, ones, config, self.parallel, state)[0]
+            batch, model = (tokens_BL, targets_BL, jnp.ones(targets_BL.shape)), (config, self.parallel, state)
+            return decoder.loss(params, *batch, *model)[0]
 
         if not self.gradients:
             return {}, lax.psum(jax.grad(loss, argnums=1)(params, slots), axis)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from taco_jax.calibration.allocation import Message, Option
+from taco_jax.calibration.allocation import Item, Option
 from taco_jax.calibration.measure import Statistics
 from taco_jax.codec import as_codec
 from taco_jax.compression.plan_file import SitePlan
@@ -31,9 +31,9 @@ CANDIDATES = (
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen for one message, with its statistics and the cost that was predicted."""
+    """The option of one message, with its statistics."""
 
-    message: Message
+    message: Item
     option: Option
     statistics: Statistics
     elements: int
@@ -78,7 +78,7 @@ def messages_of(
     feedback: bool,
     delivered: frozenset[str] = frozenset(),
     size: Callable[[str, str, str], float] | None = None,
-) -> list[Message]:
+) -> list[Item]:
     """Returns the messages with their options, the exact one among them.
 
     Args:
@@ -100,7 +100,7 @@ def messages_of(
             for c in (*codecs, "none")
         }
         options = (Option(c, fed and c != "none", costs_of[c], sizes[c]) for c in sizes)
-        out.append(Message(site, direction, tuple(options)))
+        out.append(Item(site, direction, tuple(options)))
     return out
 
 
@@ -164,6 +164,6 @@ def average_bits(choices: Sequence[Choice]) -> float:
     return sum(choice.bits * n for choice, n in zip(choices, values)) / sum(values)
 
 
-def chosen(messages: Sequence[Message], options: Sequence[Option], measured, elements: int) -> list[Choice]:
+def chosen(messages: Sequence[Item], options: Sequence[Option], measured, elements: int) -> list[Choice]:
     """Returns the choices of `allocation`, in the order of the messages."""
     return [Choice(m, o, measured[m.site, m.direction], elements) for m, o in zip(messages, options)]

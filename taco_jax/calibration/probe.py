@@ -70,8 +70,8 @@ class Probe:
         """
         return _probed(self, operation, x, switches, slot)
 
-    def _row(self, operation: Operation, direction: str, x, y, g, g_fed, width: int) -> jax.Array:
-        """The measures float32[width] of a message that made y of x. g, g_fed: None where there is none."""
+    def _row(self, operation: Operation, direction: str, x, y, width: int, g=None, g_fed=None) -> jax.Array:
+        """Returns the measures float32[width] of a message that made y of x. g, g_fed: None where there is none."""
         x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
         squares = jnp.square(x32)
         head = [0.0, x.size, jnp.sum(squares), jnp.sum(jnp.square(squares)), y.size, jnp.sum(jnp.square(y32))]
@@ -114,10 +114,10 @@ def _probed_bwd(probe, operation, residuals, ct):
             whole = lax.psum(g, operation.forward.axis)  # of what every rank makes of the same y
         g32 = whole.astype(jnp.float32)
         g_fed = g32 - lax.pmean(after, operation.forward.axis).astype(jnp.float32) if fed else None
-        rows[0] = as_slot(probe._row(operation, "forward", x, y, g32, g_fed, width), slot[0])
+        rows[0] = as_slot(probe._row(operation, "forward", x, y, width, g=g32, g_fed=g_fed), slot[0])
     dx = _sent(operation, "backward", EXACT, g)
     if _speaks(operation, "backward"):
-        rows[1] = as_slot(probe._row(operation, "backward", g, dx, None, None, width), slot[0])
+        rows[1] = as_slot(probe._row(operation, "backward", g, dx, width), slot[0])
         if probe.injected is not None:
             dx = _switched(dx, _sent(operation, "backward", probe.injected, g), switches[1])
     if fed:

@@ -194,7 +194,7 @@ def of_dict(content: object, source: str = "plan") -> PlanFile:
     arrangement = content.get("arrangement")
     if arrangement is not None:
         _check_arrangement(arrangement, model, source)
-    return PlanFile(sites, model, made, collectives, arrangement, source)
+    return PlanFile(sites, model, made, collectives, arrangement=arrangement, source=source)
 
 
 def kept(path: str | os.PathLike) -> dict[str, str]:

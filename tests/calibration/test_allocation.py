@@ -5,17 +5,17 @@ import itertools
 import numpy as np
 import pytest
 
-from taco_jax.calibration.allocation import Message, Option, within_cost, within_size
+from taco_jax.calibration.allocation import Item, Option, within_cost, within_size
 from taco_jax.errors import ConfigError
 
 
-def _messages(seed: int) -> list[Message]:
+def _messages(seed: int) -> list[Item]:
     rng = np.random.default_rng(seed)
     sizes = rng.choice([4.125, 4.25, 5.125, 6.25, 16.0], size=(5, 4)) * rng.choice([1.0, 3.0, 40.0], size=(5, 1))
     options = lambda row: tuple(
         Option(f"c{k}", False, float(rng.exponential(1 / s)), float(s)) for k, s in enumerate(row)
     )
-    return [Message(f"site{i}", "forward", options(row)) for i, row in enumerate(sizes)]
+    return [Item(f"site{i}", "forward", options(row)) for i, row in enumerate(sizes)]
 
 
 def _best(messages, key, other, bound):
@@ -56,5 +56,5 @@ def test_budgets_that_nothing_meets():
     assert sum(o.size for o in within_size(messages, least)) == pytest.approx(least)
     with pytest.raises(ConfigError, match="no choice of codecs costs 0; the least is"):
         within_cost(messages, 0.0)
-    exact = [Message(m.site, m.direction, (*m.options, Option("none", False, 0.0, 640.0))) for m in messages]
+    exact = [Item(m.site, m.direction, (*m.options, Option("none", False, 0.0, 640.0))) for m in messages]
     assert {option.codec for option in within_cost(exact, 0.0)} == {"none"}

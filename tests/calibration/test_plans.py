@@ -97,7 +97,9 @@ def test_budgets(use, loss):
         ("layers/attn/out", "forward"): _statistics(fed=(0.01, 0.1)),
         ("layers/mlp/down", "forward"): _statistics(),
     }
-    plan = lambda budget: command.plan_of(measured, loss, _subject(use), budget, CODECS, None, made={"use": use})[0]
+    plan = lambda budget: command.plan_of(
+        measured, loss, _subject(use), budget, CODECS, forecast=None, made={"use": use}
+    )[0]
     by_bits = plan(Budget("bits", 5.125, "5.125 bits"))
     assert by_bits.made["bits"] == 5.125
     bits = lambda row: sum(plans.bits_of(by_bits.sites[f"layers/{i}/{row}"].forward, 1 << 16) for i in (0, 1))
@@ -120,7 +122,7 @@ def test_seconds():
     machine = Machine(gpu, links.parse("host", gpu), config.mesh.size)
     measured = {("layers/attn/out", "forward"): _statistics(), ("layers/mlp/up", "backward"): _statistics()}
     subject = dataclasses.replace(_subject("training", by_layer=False), model=Model(config.model, None, None, None))
-    size, others, exact = times_of(machine, config, subject, measured, ("int8h", "int4h"), None)
+    size, others, exact = times_of(machine, config, subject, measured, ("int8h", "int4h"), length=None)
     plan = {"layers/attn/out": "int4h:none", "layers/mlp/up": "none:int8h"}
     compression = dataclasses.replace(config.compression, forward="none", backward="none", plan=plan)
     data = dataclasses.replace(config.data_parallel, gradients="int8h")

@@ -97,7 +97,6 @@ SHORT = {
         "forecast/constants.py": "imported by all of the forecast, imports nothing of it",
         "forecast/record.py": CONCEPT,
         "generate.py": ENTRY,
-        "inference/flags.py": "a table of flags, which three commands share",
         "linen.py": FACADE,
         "models/documents.py": CONCEPT,
         "mesh.py": "imported by everything that has devices",
