@@ -2,6 +2,7 @@
 
 python -m taco_jax.run --compress tensor=int8h --require 0.95 -- -m some.package.train config.yml
 python -m taco_jax.run --compress tensor=int8h fsdp/reduce_scatter=int8h -- train.py --steps 10
+python -m taco_jax.run --compress plan.json -- train.py --steps 10
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ class RunConfig:
 
     compress: tuple[str, ...] = ()
     """AXIS=CODEC, AXIS/OPERATION=CODEC or AXIS/PATTERN=CODEC, several times: tensor=int8h fsdp/reduce_scatter=int8h.
-    fsdp+tensor is of collectives over both axes at once; patterns are of op_name, such as '*layers/mlp*'."""
+    fsdp+tensor is of collectives over both axes at once; patterns are of op_name, such as '*layers/mlp*'. Or one plan
+    file: plan.json."""
     min_bytes: int | None = None
     """Collectives of fewer bytes stay exact; None: as tuned for codec, ranks and link."""
     require: float | None = None
@@ -109,17 +111,29 @@ def _split(args: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     return args[:at], True, args[at + 1 :]
 
 
-def _checked(config: RunConfig) -> dict:
+def _file(lines: Sequence[str]) -> Path | None:
+    """The plan file that --compress names, as a path that stays good where the program changes its folder."""
+    from taco_jax.compression.plan_file import is_plan_path
+
+    files = [line for line in lines if is_plan_path(line) and "=" not in line]
+    if not files:
+        return None
+    if len(lines) > 1:
+        raise ConfigError(f"compress: {files[0]}: a plan file stands alone; leave out what is beside it")
+    return Path(files[0])
+
+
+def _checked(config: RunConfig) -> Mapping | Path:
     """The plan. Raises ConfigError for values that cannot be."""
     from taco_jax.dropin.plan import check_require, parse_plan, parse_text
 
     if not config.compress:
         raise ConfigError("compress: must name an axis and a codec, such as --compress tensor=int8h")
     try:
-        plan = parse_text(config.compress)
+        plan = _file(config.compress) or parse_text(config.compress)
         check_require(config.require, parse_plan(plan, config.min_bytes))
     except (TypeError, ValueError) as error:
-        own = str(error).startswith(("min_bytes=", "require="))
+        own = isinstance(error, ConfigError) or str(error).startswith(("min_bytes=", "require="))
         raise ConfigError(str(error) if own else f"compress: {error}") from None
     if config.report is not None:
         folder = Path(config.report).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -186,7 +187,7 @@ _hooks = _Hooks()
 
 @contextlib.contextmanager
 def compressed(
-    plan: Mapping,
+    plan: Mapping | str | os.PathLike,
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,
@@ -204,7 +205,8 @@ def compressed(
       plan: {axis: codec or Compression}, or {axis: {operation or pattern of op_name: codec}}. An axis "fsdp+tensor" is
         of collectives over both at once. Operations: all_reduce, reduce_scatter, all_gather, all_to_all,
         collective_permute, or jax.lax's names. Patterns are shell-style (`fnmatch`), such as "*layers/mlp*".
-        What gathers the program's own arguments (weights) is exact unless its operation is named.
+        What gathers the program's own arguments (weights) is exact unless its operation is named. Or the path of a plan
+        file, "plan.json", as `python -m taco_jax.run --calibrate` writes it.
       min_bytes: smaller collectives stay exact. None: as tuned for codec, ranks and link; 0 on the emulator.
       require: the least share of the bytes that the plan names, of every axis or of each by name, that is compressed.
 
@@ -217,7 +219,7 @@ def compressed(
     """
     parsed = parse_plan(plan, min_bytes)
     check_require(require, parsed)
-    report = Report(_hooks.history(parsed))
+    report = Report(_hooks.history(parsed), parsed.source)
     thread = threading.get_ident()
     _hooks.start(now=True)
     plans = _hooks._in_threads.setdefault(thread, [])
@@ -246,7 +248,7 @@ class Installed:
     """
 
     def __init__(self, plan: DropInPlan, require):
-        self.report = Report(_hooks.history(plan))
+        self.report = Report(_hooks.history(plan), plan.source)
         self._plan, self._require, self._active = plan, require, True
 
     def check(self) -> None:
@@ -265,7 +267,7 @@ class Installed:
 
 
 def install(
-    plan: Mapping,
+    plan: Mapping | str | os.PathLike,
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from taco_jax.dropin.compat import FIRST
-from taco_jax.dropin.plan import DropInPlan, Rule, is_uncalibrated
+from taco_jax.dropin.plan import MEASURE, DropInPlan, Rule, is_uncalibrated
 
 
 class DropInError(RuntimeError):
@@ -148,8 +148,9 @@ class Report:
     Where none was compiled, because a block of an equal plan had compiled them before: those of all such blocks.
     """
 
-    def __init__(self, history: History):
-        self.plan = history.plan
+    def __init__(self, history: History, source: str | None = None):
+        """source: the file that the plan is from, whose lines need not all match."""
+        self.plan, self._source = history.plan, source
         self._history = history
         self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
         self._problems, self._elsewhere = len(history.problems), len(history.elsewhere)
@@ -208,12 +209,8 @@ class Report:
         self._check_axes()
         if not any(site.compressed for site in self.sites):
             raise DropInError(f"nothing was compressed: {self._why_nothing()}")
-        matched = {n for program in self._programs() for n in program.rules}
         wide = self._wide()
-        for n, rule in enumerate(self.plan.rules):
-            # Nothing goes over an axis of one device.
-            if n in matched or not wide & set(rule.axes):
-                continue
+        for rule in self._unmatched() if self._source is None else ():
             if (before := self._taken(rule, wide)) is None:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
@@ -233,6 +230,11 @@ class Report:
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
                     f"{self._reasons(axes)}"
                 )
+
+    def _unmatched(self) -> list[Rule]:
+        """The lines of the plan that matched no collective. Nothing goes over an axis of one device."""
+        matched, wide = {n for program in self._programs() for n in program.rules}, self._wide()
+        return [rule for n, rule in enumerate(self.plan.rules) if n not in matched and wide & set(rule.axes)]
 
     def _wide(self) -> set[str]:
         """The axes with several devices."""
@@ -267,6 +269,8 @@ class Report:
         named = sorted({axis for axes in self.plan.axes for axis in axes})
         if self.programs and not self._wide() & set(named):
             return f"no mesh of the programs has several devices along {', '.join(named)}"
+        if self._source is not None and self.programs and len(self._unmatched()) == len(self.plan.rules):
+            return f"no line of {self._source} matches a collective of these programs; measure them: {MEASURE}"
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
@@ -312,6 +316,11 @@ class Report:
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
         for name in dict.fromkeys(self.elsewhere):
             lines.append(f"{name} is exact: it was lowered before the plan was in force")
+        if self._source is not None and self.programs and (idle := self._unmatched()):
+            lines.append(
+                f"{self._source}: {len(idle)} of {len(self.plan.rules)} lines match no collective of these programs, "
+                f"such as {idle[0].text}"
+            )
         if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
             lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
         return "\n".join(lines)

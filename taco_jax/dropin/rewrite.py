@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from taco_jax.compression import tuned
 from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice
@@ -40,8 +40,9 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
+    matched: set[int] = set()
     for first in (share_collectives.share, merge_sums.merge):
-        if first(module, lambda c: _merges(c, plan), len(devices), meshes):
+        if first(module, lambda c: _merges(c, plan, matched), len(devices), meshes):
             module = Module(module.serialize())
     if combine_sums.combine(module, _Chooser(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
@@ -49,6 +50,7 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     if not found:
         return None
     chooser = _Chooser(module, plan)
+    chooser.rules |= matched
     choices = [(c, chooser.choose(c)) for c in found]
     runs = [module.runs(c.computation) for c in found]
     for (collective, chosen), times in zip(choices, runs):
@@ -86,10 +88,11 @@ def donates(serialized: bytes) -> bool:
     return bool(proto.input_output_alias or proto.buffer_donor)
 
 
-def _merges(collective: Collective, plan: DropInPlan) -> int | None:
-    """The number of the line of the plan that compresses a collective, None where it stays exact.
+def _merges(collective: Collective, plan: DropInPlan, matched: set[int]) -> Hashable:
+    """A key of how the plan compresses a collective, None where it stays exact.
 
-    Sums of results become sums of operands, and equal collectives one, where it is one line's.
+    Sums of results become sums of operands, and equal collectives one, where the plan sends them alike: those of two
+    lines too, of which the first one's is then the name. Adds the number of the line to `matched`.
     """
     if collective.why_exact:
         return None
@@ -99,7 +102,10 @@ def _merges(collective: Collective, plan: DropInPlan) -> int | None:
         if sum_and_slice.find(module, collective.computation, value, collective.groups):
             operation = "reduce_scatter"
     rule, _ = _rule(collective, collective.parts[0], plan, operation)
-    return None if rule is None or rule.compression is None else plan.rules.index(rule)
+    if rule is None:
+        return None
+    matched.add(plan.rules.index(rule))
+    return None if rule.compression is None else (frozenset(rule.axes), rule.compression)
 
 
 def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
