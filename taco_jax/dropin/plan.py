@@ -173,6 +173,19 @@ def _axes(key) -> tuple[str, ...]:
     return axes
 
 
+def parse_measured_axes(text: str) -> tuple[tuple[str, ...], str | None]:
+    """(axes, operation or None) of a text AXIS[+AXIS...][/OPERATION]. Raises ConfigError in one line."""
+    axis, slash, name = text.partition("/") if isinstance(text, str) else (text, "", "")
+    try:
+        axes = _axes(axis)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error).replace("plan: axis", "axes:")) from None
+    operation = _operation(name)
+    if slash and operation is None:
+        raise ConfigError(f"axes: {text!r}: {name!r} is no operation; {did_you_mean(name, OPERATIONS)}")
+    return axes, operation
+
+
 def check_require(require, plan: DropInPlan) -> None:
     """Raises TypeError or ValueError, in one line, for what is no share of the plan's bytes."""
     shares = require if isinstance(require, Mapping) else {None: require}

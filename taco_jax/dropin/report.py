@@ -29,6 +29,7 @@ class Site:
       before, after: bytes that one device sends in one run of the collective.
       codec: "none" where it stayed exact; reason: why.
       named: whether the plan says that it is to be compressed.
+      ranks: that exchange it.
     """
 
     program: str
@@ -44,6 +45,7 @@ class Site:
     codec: str = "none"
     reason: str = ""
     named: bool = False
+    ranks: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -208,7 +210,7 @@ class Report:
         """
         self._check_axes()
         if not any(site.compressed for site in self.sites):
-            raise DropInError(f"nothing was compressed: {self._why_nothing()}")
+            raise DropInError(f"nothing was compressed: {self.why_nothing()}")
         wide = self._wide()
         for rule in self._unmatched() if self._source is None else ():
             if (before := self._taken(rule, wide)) is None:
@@ -228,7 +230,7 @@ class Report:
             if (share := self.share(axes)) < least:
                 raise DropInError(
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
-                    f"{self._reasons(axes)}"
+                    f"{self.reasons(axes)}"
                 )
 
     def _unmatched(self) -> list[Rule]:
@@ -257,7 +259,8 @@ class Report:
                     known = ", ".join(sorted(found))
                     raise DropInError(f"plan: axis {axis!r} is of no mesh of the programs; their axes are {known}")
 
-    def _why_nothing(self) -> str:
+    def why_nothing(self) -> str:
+        """Returns why no collective was replaced."""
         asked, handed = self._history.asked - self._asked, self._history.handed - self._handed
         if not self.programs and asked and not handed:
             return (
@@ -276,9 +279,10 @@ class Report:
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
                 "`with`, over a mesh of several devices"
             )
-        return self._reasons(None)
+        return self.reasons(None)
 
-    def _reasons(self, axes) -> str:
+    def reasons(self, axes) -> str:
+        """Returns why collectives stayed exact, the largest first."""
         reasons: dict[str, float] = {}
         for site in self.sites:
             if not site.compressed and (axes is None or set(site.axes) == set(axes)):

@@ -18,6 +18,7 @@ from taco_jax.dropin.report import History, Program, Site, note
 from taco_jax.dropin.splice import Choice, ReplacedParts, arrays, memory_order, splice
 
 NOTE = "taco_jax_drop_in"
+UNNAMED = "the plan does not name it"
 
 # What one device sends of n bytes among p ranks, exactly; of a gather, n of the result.
 SENT = {
@@ -44,12 +45,12 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     for first in (share_collectives.share, merge_sums.merge):
         if first(module, lambda c: _merges(c, plan, matched), len(devices), meshes):
             module = Module(module.serialize())
-    if combine_sums.combine(module, _Chooser(module, plan).joined, len(devices), meshes):
+    if combine_sums.combine(module, Chooser(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
         return None
-    chooser = _Chooser(module, plan)
+    chooser = Chooser(module, plan)
     chooser.rules |= matched
     choices = [(c, chooser.choose(c)) for c in found]
     runs = [module.runs(c.computation) for c in found]
@@ -60,11 +61,11 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     id = hashlib.sha256(serialized).hexdigest()[:16]
     written = note(plan, Program(id, module.name, tuple(chooser.sites), frozenset(chooser.rules), frozenset(names)))
     history.add(written)
-    _write_note(module, written)
+    write_note(module, written)
     return module.serialize()
 
 
-def _write_note(module: Module, written: str) -> None:
+def write_note(module: Module, written: str) -> None:
     """Leaves the note in the program, where the persistent compilation cache keeps it: at its first argument."""
     if 0 in module.entry.parameters:
         first = module.entry.instructions[module.entry.parameters[0]]
@@ -119,7 +120,7 @@ def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tup
     return None, 0
 
 
-class _Chooser:
+class Chooser:
     """The decisions about one module. First every collective is looked at as it came, then all are changed."""
 
     def __init__(self, module: Module, plan: DropInPlan):
@@ -128,7 +129,7 @@ class _Chooser:
         self.rules: set[int] = set()
 
     def choose(self, collective: Collective) -> list[Choice]:
-        choices = [self._choose(collective, part) for part in collective.parts]
+        choices = [self.choice(collective, part) for part in collective.parts]
         joined: dict[tuple, list[int]] = {}
         for n, choice in enumerate(choices):
             if choice.request is not None:
@@ -141,7 +142,7 @@ class _Chooser:
     def joined(self, collective: Collective) -> tuple | None:
         """Equal for sums that may become one message, None for what stays exact or goes alone."""
         (part,) = collective.parts
-        return self._choose(collective, part).message_key
+        return self.choice(collective, part).message_key
 
     def _send(self, collective: Collective, choices: Sequence[Choice], parts: Sequence[int]) -> None:
         """Finds the replacement of parts that go in one message, where that sends less than they do."""
@@ -159,7 +160,7 @@ class _Chooser:
         for n in parts:
             choices[n].message = message
 
-    def _choose(self, collective: Collective, part) -> Choice:
+    def choice(self, collective: Collective, part) -> Choice:
         operation, own = collective.operation, None
         if operation == "all_reduce" and not collective.why_exact and len(part.values) == 1:
             own = self._own_slice(collective, part)
@@ -197,7 +198,7 @@ class _Chooser:
         axes = choice.place.axes
         if len(axes) > 1 and any(set(rule.axes) & set(axes) for rule in self.plan.rules):
             return f"it goes over {' and '.join(axes)} at once; the plan would name them together, {'+'.join(axes)!r}"
-        return "the plan does not name it"
+        return UNNAMED
 
     def _fit(self, collective: Collective, part, choice: Choice, n: int) -> str:
         """Finds the replacement of one part. Returns why there is none, else ""."""
@@ -255,11 +256,11 @@ class _Chooser:
     def apply(self, collective: Collective, choices: Sequence[Choice], runs: int) -> None:
         """Lists the sites and puts the replacements in."""
         for n, choice in enumerate(choices):
-            self.sites.append(self._site(collective, n, choice, runs))
+            self.sites.append(self.site(collective, n, choice, runs))
         if any(choice.message for choice in choices):
             splice(collective, choices)
 
-    def _site(self, collective: Collective, n: int, choice: Choice, runs: int) -> Site:
+    def site(self, collective: Collective, n: int, choice: Choice, runs: int) -> Site:
         part, message = collective.parts[n], choice.message
         shape = collective.computation.instructions[part.operands[0]].shape
         ranks = len(collective.groups[0]) if collective.groups else 2
@@ -271,7 +272,7 @@ class _Chooser:
             axes=choice.place.axes if choice.place else (), direction=part.direction, dtype=dtype_name(shape),
             shape=tuple(shape.dimensions), runs=runs, before=before,
             after=message.shares[n] if message else before, codec=message.replacement.codec if message else "none",
-            reason=choice.reason, named=named,
+            reason=choice.reason, named=named, ranks=ranks,
         )  # fmt: skip
 
 
