@@ -29,7 +29,7 @@ from taco_jax.compression.plan_file import CollectivePlan, PlanFile
 from taco_jax.dropin import hook, host_calls, observer
 from taco_jax.dropin.allocation import EXACT, Budget, Option, allocate, snr_of
 from taco_jax.dropin.hlo_proto import SIZES
-from taco_jax.dropin.observe import Measuring
+from taco_jax.dropin.observe import NOT_MEASURED, Measuring
 from taco_jax.dropin.plan import parse_measured_axes, parse_plan
 from taco_jax.dropin.report import DropInError, Program, Report, Site
 from taco_jax.errors import ConfigError
@@ -83,7 +83,8 @@ class _Runs:
     def figures(self) -> tuple[np.ndarray, float] | None:
         """(relative error power by codec, kurtosis), each the mean over runs; None without a run of finite values."""
         found = []
-        for samples in self.samples:
+        for arrived in self.samples:
+            samples = sorted(arrived, key=lambda s: s.partition)  # equal figures for equal runs
             signal, second, fourth = (
                 np.mean([getattr(s, key) for s in samples]) for key in ("signal", "second", "fourth")
             )
@@ -116,12 +117,12 @@ class Calibration:
         if self._end is None:
             return
         end, self._end = self._end, None
+        self._report.close()
+        hook.end_everywhere(self.measuring)
         try:
             host_calls.wait()
         finally:
             end()
-            self._report.close()
-            hook.end_everywhere(self.measuring)
 
     def _receive(self, words: np.ndarray) -> None:
         sample = observer.read(words)
@@ -185,6 +186,9 @@ class Calibration:
         sites = self._report.sites
         if any(not site.reason for site in sites):
             return "no program with collectives that can be compressed has run, or their values were zero or not finite"
+        if sites and all(site.reason == NOT_MEASURED for site in sites):
+            axes = sorted({"+".join(site.axes) for site in sites if site.axes})
+            return f"{NOT_MEASURED}; the axes are {', '.join(axes)}"
         return self._report.reasons(None) if sites else self._report.why_nothing()
 
     def plan(self, command: str = "taco_jax.calibrated") -> PlanFile:

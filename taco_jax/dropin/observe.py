@@ -18,6 +18,7 @@ from taco_jax.dropin.report import History, Program, note
 from taco_jax.dropin.rewrite import UNNAMED, Chooser, write_note
 from taco_jax.dropin.splice import Choice, memory_order, plain
 
+NOT_MEASURED = "its axis or operation is not measured"
 UINT32 = next(number for number, name in NAMES.items() if name == "uint32")
 
 
@@ -76,7 +77,7 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
     sites = []
     for collective, n, choice in chosen:
         if choice.reason == UNNAMED:
-            choice.reason = "its axis or operation is not measured"
+            choice.reason = NOT_MEASURED
         sites.append(chooser.site(collective, n, choice, runs[collective.computation.proto.id]))
         if choice.request is not None:
             _put(collective, n, choice, measuring.codecs, observer.header(id, len(sites) - 1))
