@@ -33,7 +33,7 @@ METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the target's versi
 EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 UINT32 = 8  # of XLA's element types
 STREAM_GET = 4  # the place of XLA_FFI_Stream_Get among the functions of XLA_FFI_Api
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = ("cpu", "gpu", "cuda")
 
 
 class _Extension(ctypes.Structure):
@@ -108,6 +108,14 @@ def call(words: jax.Array) -> jax.Array:
     """Hands uint32[n] to the receivers each time that it runs. Returns a value without a meaning."""
     _register()
     return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((), jnp.float32), has_side_effect=True)(words)
+
+
+def why_not(device: jax.Device) -> str | None:
+    """Why numbers cannot leave programs on this kind of device, in one line; None where they can."""
+    version = str(getattr(getattr(device, "client", None), "platform_version", ""))
+    if device.platform in PLATFORMS and "rocm" not in version.lower():
+        return None
+    return f"on {device.device_kind} no values can be had from a running program; measure on CPU or NVIDIA GPUs"
 
 
 def receive(receiver: Callable[[np.ndarray], None]) -> Callable[[], None]:

@@ -7,7 +7,7 @@ import hashlib
 
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression
-from taco_jax.dropin import collective_forms, observer
+from taco_jax.dropin import collective_forms, host_calls, observer
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import NAMES
@@ -75,7 +75,10 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
     chosen = [(c, n, chooser.choice(c, part)) for c in found for n, part in enumerate(c.parts)]
     runs = {c.computation.proto.id: module.runs(c.computation) for c in found}
     sites = []
+    impossible = next(filter(None, (host_calls.why_not(mesh.devices.flat[0]) for mesh in meshes)), None)
     for collective, n, choice in chosen:
+        if impossible and choice.request is not None:
+            choice.request, choice.reason = None, impossible
         if choice.reason == UNNAMED:
             choice.reason = NOT_MEASURED
         sites.append(chooser.site(collective, n, choice, runs[collective.computation.proto.id]))
