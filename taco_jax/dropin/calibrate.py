@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import glob
+import itertools
 import os
 import threading
 from collections import defaultdict
@@ -44,7 +45,8 @@ class Measured:
 
     sent: elements that one device sent in the whole run, those of a gather counted as many times as they travel.
     elements: of one message, on one device. calls: of the whole run, on one device. direction: as of `Site`.
-    options: codecs by what they cost and lose, "none" among them. chosen: under the budget.
+    options: codecs by what they cost and lose, "none" among them. chosen: under the budget. messages: equal numbers
+    of a program are of rows that become one message where their codec is one; so it is.
     """
 
     axis: str
@@ -56,6 +58,7 @@ class Measured:
     sent: float
     kurtosis: float
     options: tuple[Option, ...]
+    messages: frozenset[tuple[str, int]] = frozenset()
     chosen: Option | None = None
 
     def line(self) -> CollectivePlan:
@@ -141,7 +144,9 @@ class Calibration:
             for (program, number), runs in self._runs.items():
                 site = self._programs[program].sites[number]
                 if (figures := runs.figures()) is not None:
-                    rows.setdefault((site.axes, site.operation, site.op_name), []).append((site, runs, *figures))
+                    message = frozenset([(program, site.message)] if site.message >= 0 else [])
+                    of_name = rows.setdefault((site.axes, site.operation, site.op_name), [])
+                    of_name.append((site, runs, *figures, message))
         found = [self._row(sites) for sites in rows.values()]
         return sorted(found, key=lambda row: (-row.sent, row.op_name, row.axis, row.operation))
 
@@ -153,12 +158,13 @@ class Calibration:
         options = []
         for n, name in enumerate(self.measuring.codecs):
             if all(_fewer_bytes(name, site) for site, *_ in sites):
-                options.append(Option(name, as_codec(name).bits, mean([errors[n] for *_, errors, _ in sites])))
+                options.append(Option(name, as_codec(name).bits, mean([errors[n] for _, _, errors, *_ in sites])))
         options.append(Option(EXACT, mean([8 * SIZES[site.dtype] for site, *_ in sites]), 0.0))
         return Measured(
             "+".join(first.axes), first.operation, first.direction, first.op_name,
             elements=max(int(np.prod(site.shape)) for site, *_ in sites), calls=sum(calls), sent=sum(sent),
-            kurtosis=mean([kurtosis for *_, kurtosis in sites]), options=tuple(options),
+            kurtosis=mean([kurtosis for *_, kurtosis, _ in sites]), options=tuple(options),
+            messages=frozenset().union(*(message for *_, message in sites)),
         )  # fmt: skip
 
     def rows(self) -> list[Measured]:
@@ -171,10 +177,11 @@ class Calibration:
         if not rows:
             raise DropInError(f"nothing was measured: {self._why_nothing()}")
         # What can only travel exactly is not what the average is of.
-        open_ = [row for row in rows if len(row.options) > 1]
-        chosen = iter(allocate(self.budget, [(row.sent, row.options) for row in open_]))
-        choose = lambda row: next(chosen) if len(row.options) > 1 else row.options[0]
-        return [dataclasses.replace(row, chosen=choose(row)) for row in rows]
+        groups = _of_one_message([row for row in rows if len(row.options) > 1])
+        chosen = allocate(self.budget, [(sum(row.sent for row in group), _common(group)) for group in groups])
+        codecs = {id(row): option.codec for group, option in zip(groups, chosen) for row in group}
+        of = lambda row: next(o for o in row.options if o.codec == codecs.get(id(row), EXACT))
+        return [dataclasses.replace(row, chosen=of(row)) for row in rows]
 
     def _lost(self) -> str | None:
         """Why samples were lost, None where none were."""
@@ -244,6 +251,30 @@ class Calibration:
         if (problem := self._lost()) is not None:
             lines.append(f"some runs were lost: {problem}")
         return "\n".join(lines)
+
+
+def _of_one_message(rows: Sequence[Measured]) -> list[list[Measured]]:
+    """The rows in groups that share messages, in order."""
+    groups: list[list[Measured]] = []
+    for row in rows:
+        shared = [group for group in groups if any(row.messages & other.messages for other in group)]
+        groups = [group for group in groups if group not in shared]
+        groups.append([*itertools.chain(*shared), row])
+    return groups
+
+
+def _common(rows: Sequence[Measured]) -> list[Option]:
+    """The options that all of these rows have, with the mean of their errors."""
+    weights = [row.sent for row in rows]
+    found = []
+    for option in rows[0].options:
+        same = [o for row in rows for o in row.options if o.codec == option.codec]
+        if len(same) == len(rows):
+            bits, error = (
+                float(np.average([getattr(o, key) for o in same], weights=weights)) for key in ("bits", "error")
+            )
+            found.append(option._replace(bits=bits, error=error))
+    return found
 
 
 def _fewer_bytes(codec: str, site: Site) -> bool:

@@ -15,7 +15,7 @@ from taco_jax.dropin.mesh_axes import live_meshes, of_devices
 from taco_jax.dropin.plan import DropInPlan, Rule
 from taco_jax.dropin.replacement import inline
 from taco_jax.dropin.report import History, Program, note
-from taco_jax.dropin.rewrite import UNNAMED, Chooser, write_note
+from taco_jax.dropin.rewrite import UNNAMED, Chooser, fewer_messages, write_note
 from taco_jax.dropin.splice import Choice, memory_order, plain
 
 NOT_MEASURED = "its axis or operation is not measured"
@@ -70,7 +70,9 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
         return None
-    chooser = Chooser(module, measuring.plan(found))
+    plan = measuring.plan(found)
+    chooser = Chooser(module, plan)
+    together = _together(module, plan, len(devices), meshes)
     id = hashlib.sha256(serialized).hexdigest()[:16]
     chosen = [(c, n, chooser.choice(c, part)) for c in found for n, part in enumerate(c.parts)]
     runs = {c.computation.proto.id: module.runs(c.computation) for c in found}
@@ -81,7 +83,8 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
             choice.request, choice.reason = None, impossible
         if choice.reason == UNNAMED:
             choice.reason = NOT_MEASURED
-        sites.append(chooser.site(collective, n, choice, runs[collective.computation.proto.id]))
+        site = chooser.site(collective, n, choice, runs[collective.computation.proto.id])
+        sites.append(dataclasses.replace(site, message=together.get(collective.instruction.id, -1)))
         if choice.request is not None:
             _put(collective, n, choice, measuring.codecs, observer.header(id, len(sites) - 1))
     for computation in {c.computation.proto.id: c.computation for c, _, choice in chosen if choice.request}.values():
@@ -92,6 +95,17 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
     history.add(written)
     write_note(module, written)
     return module.serialize()
+
+
+def _together(module: Module, plan: DropInPlan, partitions: int, meshes) -> dict[int, int]:
+    """{id of a collective: a number}, equal for those that become one message under the plan."""
+    _, _, groups = fewer_messages(Module(module.serialize()), plan, partitions, meshes)
+    number: dict[int, int] = {}
+    for group in groups:
+        # The first of a group may be of an earlier one, as where equal collectives are terms of a sum.
+        known = next((number[id] for id in group if id in number), len(number))
+        number |= dict.fromkeys(group, known)
+    return number
 
 
 def _put(collective: Collective, n: int, choice: Choice, codecs: tuple[str, ...], header: list[int]) -> None:

@@ -29,7 +29,8 @@ class Site:
       before, after: bytes that one device sends in one run of the collective.
       codec: "none" where it stayed exact; reason: why.
       named: whether the plan says that it is to be compressed.
-      ranks: that exchange it.
+      ranks: that exchange it. message: of what is measured, equal for sites of a program that become one message where
+        their codec is one.
     """
 
     program: str
@@ -46,6 +47,7 @@ class Site:
     reason: str = ""
     named: bool = False
     ranks: int = 0
+    message: int = -1
 
     @property
     def compressed(self) -> bool:

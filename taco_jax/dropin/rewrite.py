@@ -41,10 +41,7 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
-    matched: set[int] = set()
-    for first in (share_collectives.share, merge_sums.merge):
-        if first(module, lambda c: _merges(c, plan, matched), len(devices), meshes):
-            module = Module(module.serialize())
+    module, matched, _ = fewer_messages(module, plan, len(devices), meshes)
     if combine_sums.combine(module, Chooser(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
@@ -63,6 +60,19 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     history.add(written)
     write_note(module, written)
     return module.serialize()
+
+
+def fewer_messages(module: Module, plan: DropInPlan, partitions: int, meshes) -> tuple[Module, set[int], list]:
+    """Lets equal collectives, and sums of sums, be one message where the plan compresses them alike.
+
+    Returns the module, the numbers of the plan's lines that matched, and ids of the collectives that became one.
+    """
+    matched: set[int] = set()
+    groups: list[list[int]] = []
+    for first in (share_collectives.share, merge_sums.merge):
+        if first(module, lambda c: _merges(c, plan, matched), partitions, meshes, groups):
+            module = Module(module.serialize())
+    return module, matched, groups
 
 
 def write_note(module: Module, written: str) -> None:

@@ -189,13 +189,16 @@ def test_modules_as_cuda_gets_them(tmp_path):
     ]
     exact = f(*args)
     path = tmp_path / "plan.json"
-    with taco_jax.calibrated(path, bits=8.125, codecs=["int8h"]) as calibration:
+    with taco_jax.calibrated(path, bits=7, codecs=["int6h", "int8h"]) as calibration:
         check_equal(exact, f(*args))
+    codecs = {row.op_name.split("/")[-2]: row.chosen.codec for row in calibration.rows()}
+    # The bits are enough for one of q and k, which become one message, and so have one codec.
+    assert codecs == {"q": "int6h", "k": "int6h", "own": "int8h"}
     assert sorted((row.op_name.split("/")[-2], row.operation) for row in calibration.rows()) == [
         ("k", "all_reduce"), ("own", "reduce_scatter"), ("q", "all_reduce")
     ]  # fmt: skip
     with taco_jax.compressed(path) as report:
-        programs.check_close(exact, f(*args), 0.02)
+        programs.check_close(exact, f(*args), 0.05)
     assert sorted(site.operation for site in report.sites) == ["all_reduce", "reduce_scatter"]
 
 
