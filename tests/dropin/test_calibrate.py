@@ -5,7 +5,10 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import dropin_programs as programs
@@ -14,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dropin_programs import UNFUSED, check_equal, fresh, mesh, sharded
-from helpers import run_python
+from helpers import REPOSITORY, cpu_environment, run_python
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from meetings import free_port
 
 import taco_jax
 from taco_jax.codec import CODECS, as_codec
@@ -539,6 +543,52 @@ def test_a_script_is_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_program_from_the_persistent_cache_is_measured(tmp_path):
+    (tmp_path / "script.py").write_text(PROGRAM)
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_LOG_COMPILES": "1",
+    }  # fmt: skip
+    run = lambda *args: run_python([*args, "script.py"], devices=4, cwd=tmp_path, env=environment)
+    command = ("-m", "taco_jax.run", "--calibrate", "plan.json", "--")
+    exact, first, second = run(), run(*command), run(*command)
+    assert exact.stdout == first.stdout == second.stdout
+    hit = "Persistent compilation cache hit for 'jit_matmul'"
+    assert [hit in result.stderr for result in (exact, first, second)] == [False, False, True]
+    assert first.stderr.splitlines()[-2:] == second.stderr.splitlines()[-2:]
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path, capsys):
+    """Each measures its own devices; the file is the first's. A plan says the same in both."""
+    import calibrate_process
+
+    port, path = free_port(), tmp_path / "plan.json"
+    support = REPOSITORY / "tests" / "support"
+    environment = os.environ | cpu_environment(devices=4)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, support)))
+    command = lambda n: [sys.executable, support / "calibrate_process.py", *map(str, (port, n, 2, path))]
+    running = [
+        subprocess.Popen(command(n), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    found = [json.loads(out.partition("JSON ")[2]) for out, _ in outputs if "JSON " in out]
+    assert len(found) == 2, outputs
+    assert "on 4 of 8 devices" in plan_file.read(path).made["data"]
+    calibrate_process.main(0, 0, 1, str(tmp_path / "alone.json"))
+    alone = json.loads(capsys.readouterr().out.partition("JSON ")[2])
+    for each in found:
+        assert [row[:4] for row in each["rows"]] == [row[:4] for row in alone["rows"]]
+        np.testing.assert_allclose(each["figures"], alone["figures"], rtol=0.3)
+        assert each["codecs"] == found[0]["codecs"]
+
+
+@pytest.mark.slow
 def test_a_program_that_fails_or_has_no_collectives(tmp_path):
     (tmp_path / "script.py").write_text(PROGRAM)
     (tmp_path / "alone.py").write_text("import jax; print(jax.jit(lambda x: x + 1)(1))")
@@ -547,7 +597,7 @@ def test_a_program_that_fails_or_has_no_collectives(tmp_path):
     )
     assert "(budget: 4.5 bits)" in run("--", "script.py", "fails", check=7).stderr
     command = ["-m", "taco_jax.run", "--compress", "plan.json", "--require", "1", "--", "script.py"]
-    assert "mxfp4    tensor" in run_python(command, devices=4, cwd=tmp_path).stderr
+    assert "int4h    tensor" in run_python(command, devices=4, cwd=tmp_path).stderr
     last = run("--", "alone.py", check=1).stderr.splitlines()[-1]
     assert last.startswith("error: nothing was measured: no program with collectives was compiled")
     last = run("--axes", "tensr", "--", "script.py", check=1).stderr.splitlines()[-1]
