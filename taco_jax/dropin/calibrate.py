@@ -41,7 +41,7 @@ STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of the collectives of one op_name, operation and axis.
+    """The measurement of the collectives of one op_name, operation and axis.
 
     sent: elements that one device sent in the whole run, those of a gather counted as many times as they travel.
     elements: of one message, on one device. calls: of the whole run, on one device. direction: as of `Site`.
@@ -65,7 +65,8 @@ class Measured:
         """The line of a plan file."""
         snr = None if self.chosen.codec == EXACT else round(self.chosen.snr, 2)
         name = glob.escape(self.op_name)
-        return CollectivePlan(self.axis, self.operation, name, self.chosen.codec, snr, self.elements)
+        codec = self.chosen.codec
+        return CollectivePlan(self.axis, self.operation, name, codec, snr_db=snr, elements=self.elements)
 
 
 class _Runs:
@@ -102,7 +103,7 @@ class _Runs:
 
 
 class Calibration:
-    """What is measured of a program while it runs, in all threads, until `stop`. `print` shows the table."""
+    """The measurement of programs while they run, in all threads, until `stop`. `print` shows the table."""
 
     def __init__(self, measuring: Measuring, budget: Budget, steps: int = STEPS):
         """steps: runs of each program that are measured; later ones are counted."""
@@ -161,7 +162,7 @@ class Calibration:
                 options.append(Option(name, as_codec(name).bits, mean([errors[n] for _, _, errors, *_ in sites])))
         options.append(Option(EXACT, mean([8 * SIZES[site.dtype] for site, *_ in sites]), 0.0))
         return Measured(
-            "+".join(first.axes), first.operation, first.direction, first.op_name,
+            axis="+".join(first.axes), operation=first.operation, direction=first.direction, op_name=first.op_name,
             elements=max(int(np.prod(site.shape)) for site, *_ in sites), calls=sum(calls), sent=sum(sent),
             kurtosis=mean([kurtosis for *_, kurtosis, _ in sites]), options=tuple(options),
             messages=frozenset().union(*(message for *_, message in sites)),
@@ -288,7 +289,7 @@ def _fewer_bytes(codec: str, site: Site) -> bool:
 def measuring_of(
     codecs: Sequence[str] = CODECS, axes: Sequence[str] | None = None, min_bytes: int | None = None
 ) -> Measuring:
-    """What is measured, of names. Raises ConfigError in one line for what cannot be."""
+    """Returns the `Measuring` of names. Raises ConfigError in one line for what cannot be."""
     for n, name in enumerate(codecs):
         try:
             (rule,) = parse_plan({"axis": {"*": name}}, min_bytes).rules

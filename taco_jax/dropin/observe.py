@@ -24,7 +24,7 @@ UINT32 = next(number for number, name in NAMES.items() if name == "uint32")
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-    """What is measured while it is in force, as a plan is.
+    """Names of what is measured while it is in force, as a plan is.
 
     named: (axes, operation or None: all); None: all axes. codecs: that are tried. min_bytes: smaller collectives are
     left out; None: as tuned for codec, ranks and link.
@@ -119,8 +119,9 @@ def _put(collective: Collective, n: int, choice: Choice, codecs: tuple[str, ...]
         shape = computation.instructions[part.values[0]].shape
         result = tuple(shape.dimensions[d] for d in memory_order(shape))
     observed = observer.Observed(
-        request.operation, request.place, request.dtype, request.shapes, result, request.dimension, codecs
-    )
+        request.operation, request.place, request.dtype, request.shapes,
+        result=result, dimension=request.dimension, codecs=codecs,
+    )  # fmt: skip
     module = observer.find(observed)
     operands = [plain(computation, before, id) for id in operands]
     inline(module, computation, before, [_constant(computation, before, header), *operands], f"{part.op_name}/measured")

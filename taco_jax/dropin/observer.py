@@ -1,4 +1,4 @@
-"""What is measured of one message, beside the exact collective: what each codec would lose of its values.
+"""The measurement of one message, beside the exact collective: how much each codec would lose of its values.
 
 Nothing is sent for it. Every device encodes and decodes its own values, x, and of an all-reduce the sum, y, which all
 have. Errors of rounding are independent, so their powers add up. Relative to the power of the result, for P ranks:
@@ -84,7 +84,8 @@ def read(words: np.ndarray) -> Sample:
         x_unit, unit = 4.0**x_exponent, 4.0**exponent
         noise = of_x * x_unit * noise[0] + of_y * unit * noise[1]
         second, fourth = second * x_unit, fourth * x_unit * x_unit
-    return Sample(f"{high:08x}{low:08x}", site, partition, signal * unit, noise, second, fourth)
+    program = f"{high:08x}{low:08x}"
+    return Sample(program, site, partition, signal=signal * unit, noise=noise, second=second, fourth=fourth)
 
 
 def header(program: str, site: int) -> list[int]:

@@ -255,7 +255,7 @@ def test_values_that_are_zero_or_not_finite_are_left_out(tmp_path):
 def test_very_small_and_very_large_values(scale):
     """Powers of such values are beyond float32."""
     place = Place(mesh(b=4), ("b",))
-    observed = observer.Observed("all_gather", place, "float32", ((64, 512),), None, 0, ("int8h",))
+    observed = observer.Observed("all_gather", place, "float32", ((64, 512),), None, dimension=0, codecs=("int8h",))
     x = jax.random.normal(jax.random.key(0), (64, 512))
     words_of = jax.jit(lambda x: observer._words(observed, [x], None))
     samples = []
