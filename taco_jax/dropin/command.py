@@ -96,12 +96,13 @@ def prepare(args: Sequence[str]) -> Callable[[], int]:
         raise ConfigError(str(error)) from None
     if config.calibrate is not None:
         command = f"python -m taco_jax.run {shlex.join(args)}"
-        return functools.partial(_calibrate, start, in_force, Path(config.calibrate).absolute(), command, report)
+        plan = Path(config.calibrate).absolute()
+        return functools.partial(_calibrate, start, in_force, plan=plan, command=command, report=report)
     return functools.partial(_run, start, in_force, report)
 
 
 def _calibrate(
-    start: Callable[[], None], calibration: Calibration, plan: Path, command: str, report: Path | None
+    start: Callable[[], None], calibration: Calibration, *, plan: Path, command: str, report: Path | None
 ) -> int:  # fmt: skip
     """Runs the program, writes the plan whatever becomes of it, and returns the exit code."""
     from taco_jax.dropin import DropInError

@@ -86,7 +86,12 @@ def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
       TypeError, ValueError: in one line, with the axis, the value and what would work.
     """
     if isinstance(plan, os.PathLike) or plan_file.is_plan_path(plan):
-        return _of_file(plan_file.read(plan), min_bytes)
+        try:
+            file = plan_file.read(plan)
+        except ConfigError as error:
+            what, again, _ = str(error).partition(f"; {plan_file.AGAIN}")
+            raise ConfigError(f"{what}; measure one: {MEASURE}" if again else what) from None
+        return _of_file(file, min_bytes)
     if not isinstance(plan, Mapping) or not plan:
         raise TypeError(f"plan={plan!r}: {FORM}")
     rules: list[Rule] = []

@@ -137,7 +137,7 @@ def test_a_file_beside_other_lines(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for args, line in {
         ("plan.json", "data=int8h"): "compress: plan.json: a plan file stands alone; leave out what is beside it",
-        ("plan.json",): "plan.json: not found; write it anew with python -m taco_jax.calibrate --out plan.json",
+        ("plan.json",): "plan.json: not found; measure one: python -m taco_jax.run --calibrate plan.json -- ...",
     }.items():
         assert run(["--compress", *args, "--", "script.py"]) == 2
         assert capsys.readouterr().err == f"error: {line}\n"

@@ -187,7 +187,7 @@ MUTANTS = (
         "taco_jax/dropin/allocation.py",
         "cost = weight * (hull[n + 1].bits - hull[at[row]].bits)",
         "cost = weight * (hull[n + 1].bits - hull[n].bits)",
-        ("tests/dropin/test_calibrate.py -k near_the_best",),
+        ("tests/dropin/test_calibrate.py -k goes_over_two",),
     ),
     Mutant(
         "host-call-early",
