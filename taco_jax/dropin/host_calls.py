@@ -18,6 +18,7 @@ import ctypes
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import jax
@@ -33,6 +34,7 @@ METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the target's versi
 EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 UINT32 = 8  # of XLA's element types
 STREAM_GET = 4  # the place of XLA_FFI_Stream_Get among the functions of XLA_FFI_Api
+QUIET_SECONDS = 0.1
 PLATFORMS = ("cpu", "gpu", "cuda")
 
 
@@ -102,6 +104,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _lock = threading.Lock()
 _receivers: list[Callable[[np.ndarray], None]] = []
 _problems: list[str] = []
+_last_words = [-QUIET_SECONDS]  # when the last ones came
 
 
 def call(words: jax.Array) -> jax.Array:
@@ -140,12 +143,15 @@ def wait() -> None:
     """Returns when the programs that were started have run, and their words are received.
 
     Results that nobody keeps cannot be waited for, so an empty program over the process's devices is: it runs after
-    those that were started before.
+    those that were started before. On CPU that does not hold for programs of one device: so it also waits until no
+    words have come for `QUIET_SECONDS`.
     """
     devices = np.array(jax.local_devices())
     mesh = Mesh(devices, (OWN_AXIS,))
     last = jax.device_put(np.zeros(devices.size), NamedSharding(mesh, PartitionSpec(OWN_AXIS)))
     jax.block_until_ready((jax.jit(jnp.negative)(last), jax.live_arrays()))
+    while time.monotonic() - _last_words[0] < QUIET_SECONDS:
+        time.sleep(QUIET_SECONDS / 10)
 
 
 @functools.cache
@@ -193,6 +199,7 @@ def _words(frame: _CallFrame) -> _Buffer | None:
 def _deliver(address: int, size: int) -> None:
     source = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint32))
     words = np.ctypeslib.as_array(source, (size,)).copy()
+    _last_words[0] = time.monotonic()
     for receiver in tuple(_receivers):
         receiver(words)
 
