@@ -42,7 +42,7 @@ def nothing_stays_in_force():
 # What is measured
 
 
-def collectives(ranks):
+def collectives(ranks, wanted=None):
     """(jit of a function with one result for each of several collectives over b, named by it; its argument).
 
     Terms of a sum have a part in common: the power of their sum is not the sum of their powers.
@@ -55,6 +55,9 @@ def collectives(ranks):
         "all_to_all": lambda x: lax.all_to_all(x, "b", 0, 0, tiled=True),
         "collective_permute": lambda x: lax.ppermute(x, "b", [(n, (n + 1) % ranks) for n in range(ranks)]),
     }  # fmt: skip
+
+    if wanted is not None:
+        operations = {name: operations[name] for name in wanted}
 
     def local(x):
         ys = []
@@ -78,11 +81,11 @@ def rows_by_name(calibration, names):
     return rows
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_snr_is_that_of_the_compressed_program(ranks, tmp_path):
     """And the elements and bytes are those of its report."""
     f, x, names = collectives(ranks)
-    with taco_jax.calibrated(tmp_path / "plan.json", codecs=["int8h", "int5h"], bits=8.125) as calibration:
+    with taco_jax.calibrated(tmp_path / "plan.json", codecs=["int5h"], bits=8) as calibration:
         check_equal(f(x), f(x))
     rows = rows_by_name(calibration, names)
     exact = f(x)
@@ -91,7 +94,7 @@ def test_the_snr_is_that_of_the_compressed_program(ranks, tmp_path):
     for name, a, b in zip(names, exact, ours, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         error = np.sum((a - b) ** 2) / np.sum(a**2)
-        (measured,) = (option for option in rows[name].options if option.codec == "int5h")
+        measured, _ = rows[name].options
         assert abs(measured.snr + 10 * math.log10(error)) < 0.25, (name, measured.snr, error)
     before = {name: site.before for site in report.sites for name in names if f"/{name}/" in site.op_name}
     for name, row in rows.items():
@@ -100,27 +103,25 @@ def test_the_snr_is_that_of_the_compressed_program(ranks, tmp_path):
 
 def test_a_stack_forward_and_backward_is_exact_and_its_plan_is_taken(tmp_path):
     """A scanned body counts as often as it runs; sums of the slice that each device keeps are reduce-scatters."""
-    on = mesh(data=2, tensor=4)
+    on = mesh(data=1, tensor=4)
     args = programs.weights(on)
     f = programs.step(on)
     exact = f(*args)
     path = tmp_path / "plan.json"
-    with taco_jax.calibrated(path, bits=5, steps=1, codecs=["int4h", "int6h"]) as calibration:
+    options = {"axes": ["tensor"], "codecs": ["int4h", "int6h"]}  # other tests have meshes over these devices
+    with taco_jax.calibrated(path, bits=5.125, steps=1, **options) as calibration:
         check_equal(exact, f(*args))
         check_equal(exact, f(*args))
     check_equal(exact, f(*args))
     rows = calibration.rows()
-    assert {(row.axis, row.direction) for row in rows} == {
-        ("tensor", "forward"), ("tensor", "backward"), ("data", "backward")
-    }  # fmt: skip
+    assert {(row.axis, row.direction) for row in rows} == {("tensor", "forward"), ("tensor", "backward")}
     samples = [len(run) for runs in calibration._runs.values() for run in runs.samples]
-    assert samples == [8] * len(samples) and len(samples) == 4 * programs.LAYERS
-    assert all(row.calls == 2 * programs.LAYERS * (2 if row.axis == "data" else 1) for row in rows)
+    assert samples == [4] * 2 * programs.LAYERS and all(row.calls == 2 * programs.LAYERS for row in rows)
     sent = sum(row.sent for row in rows)
-    assert sum(row.sent * row.chosen.bits for row in rows) <= 5 * sent
-    assert len({row.chosen.codec for row in rows}) > 1
-    table = str(calibration)
-    assert "not measured: all_reduce" in table and "(a scalar)" in table and "(budget: 5 bits)" in table
+    assert sum(row.sent * row.chosen.bits for row in rows) <= 5.125 * sent
+    # The bits are enough for one of two.
+    assert sorted(row.chosen.codec for row in rows) == ["int4h", "int6h"]
+    assert "(budget: 5.125 bits)" in str(calibration)
     written = plan_file.read(path)
     assert [(line.axis, line.codec, line.elements) for line in written.collectives] == [
         (row.axis, row.chosen.codec, row.elements) for row in rows
@@ -157,7 +158,7 @@ def test_flax_modules_are_told_apart(tmp_path):
     f = jax.jit(fresh(lambda v, x: jax.grad(lambda v, x: (model.apply(v, x) ** 2).mean(), argnums=(0, 1))(v, x)))
     exact = f(variables, x)
     path = tmp_path / "plan.json"
-    with taco_jax.calibrated(path, snr=25, axes=["tensor"], codecs=["int4h,block=32", "int6h", "int8h"]) as calibration:
+    with taco_jax.calibrated(path, snr=25, axes=["tensor"], codecs=["int4h,block=32", "int6h"]) as calibration:
         check_equal(exact, f(variables, x))
     forward = {row.op_name: row for row in calibration.rows() if row.direction == "forward"}
     names = sorted(re.search(r"(quiet|loud)_down", name)[0] for name in forward)
@@ -226,7 +227,7 @@ def test_weights_and_small_messages(tmp_path):
 
 def test_a_device_that_gives_no_values(tmp_path, monkeypatch):
     monkeypatch.setattr(host_calls, "PLATFORMS", ("gpu",))
-    f, x, _ = collectives(2)
+    f, x, _ = collectives(2, ["all_reduce"])
     with pytest.raises(
         DropInError, match="^nothing was measured: on cpu no values can be had from a running program; "
     ):
@@ -235,7 +236,7 @@ def test_a_device_that_gives_no_values(tmp_path, monkeypatch):
 
 
 def test_values_that_are_zero_or_not_finite_are_left_out(tmp_path):
-    f, x, names = collectives(4)
+    f, x, names = collectives(4, ["all_reduce", "all_to_all"])
     bad, infinite = x.at[3, 5].set(jnp.nan), x.at[3, 5].set(400)  # its exponential is beyond float32
     with taco_jax.calibrated(tmp_path / "plan.json", codecs=["int6h"], bits=8) as calibration:
         for values in (bad, infinite, x, x * 0):
@@ -279,7 +280,7 @@ def test_large_arrays_are_sampled_evenly(monkeypatch):
     assert observer._sampled(x) is x
 
 
-DAILY = ("taco", "taco_paper", "int6h", "mxfp4")
+DAILY = ("taco", "int6h", "mxfp4")
 NIGHTLY = [name for name in CODECS if name not in (*DAILY, "none", "int8_token")]
 
 
@@ -402,6 +403,7 @@ def test_words_come_from_a_gpu_once_its_stream_gets_there(monkeypatch):
         end()
 
 
+@pytest.mark.slow
 def test_several_threads(tmp_path):
     """Programs of several threads are measured, each as often as it ran, and give the exact results."""
     on = mesh(b=4)
@@ -521,10 +523,12 @@ if "fails" in sys.argv:
 """
 
 
-def test_a_script_is_measured(tmp_path):
+def test_a_script_is_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "script.py").write_text(PROGRAM)
     run = lambda *args, **options: run_python(args, devices=4, cwd=tmp_path, **options)
-    exact = run("script.py", "a").stdout
+    monkeypatch.setattr(sys, "argv", ["script.py", "a"])
+    exec(PROGRAM, {})  # what a process of its own prints too
+    exact = capsys.readouterr().out
     command = (
         "-m",
         "taco_jax.run",
