@@ -31,7 +31,7 @@ class Rule:
     Attributes:
       axes: the mesh axes, one or several that are summed over together.
       operation: one of `OPERATIONS`, or None: all.
-      pattern: shell-style, of the whole op_name, or None: all.
+      pattern: shell-style, of the whole op_name, or None: all. "" is of collectives without a name.
       compression: None leaves the collective exact.
     """
 
@@ -117,8 +117,6 @@ def _of_file(file: plan_file.PlanFile, min_bytes: int | None) -> DropInPlan:
         if operation is None and line.operation != "*":
             hint = did_you_mean(line.operation, (*OPERATIONS, "*"))
             raise ConfigError(f"{place}: operation={line.operation!r}: is no operation; {hint}")
-        if not line.pattern:
-            raise ConfigError(f"{place}: pattern='': must be a pattern of op_name, '*' for all")
         try:
             rule = Rule(_axes(line.axis), operation, None if line.pattern == "*" else line.pattern, None)
             rules.append(dataclasses.replace(rule, compression=_compression(f"{place}: codec", line.codec)))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import taco_jax
 from taco_jax.compression.plan_file import CollectivePlan, PlanFile, write
 from taco_jax.dropin import DropInError
+from taco_jax.dropin.plan import parse_plan
 
 
 def sums(names, *, after=lambda *ys: ys):
@@ -106,7 +107,6 @@ LINE = {"axis": "tensor", "operation": "all_reduce", "pattern": "*", "codec": "i
          "is a plan for the sites of a model of taco_jax; take it with --compression.plan (trainer) or --compression "
          "(inference); for a program that is not ours measure one: python -m taco_jax.run --calibrate plan.json"),
         ({"collectives": [LINE, LINE | {"operation": "gather"}]}, "collectives[1]: operation='gather': is no"),
-        ({"collectives": [LINE | {"pattern": ""}]}, "collectives[0]: pattern='': must be a pattern of op_name"),
         ({"collectives": [LINE | {"axis": "a+a"}]}, "collectives[0]: axis 'a+a': names an axis twice; name each once"),
         ({"collectives": [LINE | {"codec": "int8h,rounding=stochastic"}]},
          "collectives[0]: codec: rounding='stochastic' needs a new key at every step; use 'nearest'"),
@@ -127,6 +127,14 @@ def test_a_file_that_cannot_be(changes, line, tmp_path, capsys, monkeypatch):
     assert run(["--compress", "plan.json", "--", "script.py"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: plan.json: {line}") and error.count("\n") == 1
+
+
+def test_a_collective_without_a_name_has_a_line_of_its_own(tmp_path):
+    """XLA writes such ones, as where it moves a result to other devices."""
+    path = plan_file(tmp_path / "plan.json", ("tensor", "*", "*", "int8h"), ("tensor", "all_reduce", "", "int4h"))
+    first, second = parse_plan(path).rules
+    assert first.compression.forward == "int4h" and first.matches("all_reduce", "")
+    assert not first.matches("all_reduce", "jit(f)/dot") and second.matches("all_reduce", "jit(f)/dot")
 
 
 def test_a_file_beside_other_lines(tmp_path, capsys, monkeypatch):
