@@ -15,15 +15,15 @@ __version__ = "0.1.0"
 __all__ = [
     "CODECS", "UNCALIBRATED", "AmaxSlot", "Codec", "CompressedDense", "Compression", "Generator", "Plan",
     "SiteScaleState", "SiteScales",
-    "all_gather", "all_to_all", "compressed", "copy", "dot", "dot_general", "install", "load_run", "ppermute",
-    "psum", "psum_scatter", "psum_with_feedback", "update_scales",
+    "all_gather", "all_to_all", "calibrated", "compressed", "copy", "dot", "dot_general", "install", "load_run",
+    "ppermute", "psum", "psum_scatter", "psum_with_feedback", "update_scales",
 ]  # fmt: skip
 
 # Imported only by who asks for it: Flax comes with the layers, the models with the generator.
 _LAZY = dict.fromkeys(("AmaxSlot", "CompressedDense", "SiteScaleState"), "taco_jax.nn.nnx") | {
     "Generator": "taco_jax.inference.generator", "load_run": "taco_jax.inference.run_folder",
     "dot": "taco_jax.nn.dot", "dot_general": "taco_jax.nn.dot",
-    "compressed": "taco_jax.dropin", "install": "taco_jax.dropin",
+    "calibrated": "taco_jax.dropin", "compressed": "taco_jax.dropin", "install": "taco_jax.dropin",
 }  # fmt: skip
 _FORMER = {"SiteScale": "SiteScaleState"}  # names that programs may still have
 _MODULES = ("linen", "tensor_parallel")

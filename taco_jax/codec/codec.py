@@ -294,6 +294,21 @@ class Codec:
             values = jnp.where(codes == element.nan, jnp.nan, values)
         return values * block_scale.read(self.scale, element, planes, exponent, n_blocks)[..., None]
 
+    def rounded_blocks(self, z: jax.Array) -> jax.Array:
+        """Returns what `decode_blocks` makes of the messages of `encode_blocks(z)`, float32[..., M, B], bit for bit.
+
+        No bytes are written on the way, which compiles three times as fast where only the values are wanted (int3_4
+        blocks go through their bytes).
+        """
+        if self.mixed:
+            messages, _ = self.encode_blocks(z)
+            return self.decode_blocks(messages, z.shape[-2])
+        element = ELEMENTS[self.element]
+        scales = block_scale.compute(self.scale, element, z, None)
+        v = jnp.where(scales.finite[..., None], z * scales.multiplier[..., None], 0.0)
+        read = block_scale.read(self.scale, element, scales.planes, None, z.shape[-2])
+        return from_codes(element, to_codes(element, v, None)) * read[..., None]
+
     def measure(self, z: jax.Array, messages: jax.Array, *, exponent=None) -> jax.Array:
         """Returns what a message did to its blocks: float32[5] sums of signal and noise power, clipped, flushed, all
         elements.

@@ -7,8 +7,12 @@
 `docs/drop-in.md` says how a plan is written and what stays exact.
 """
 
+from taco_jax.dropin.calibrate import Calibration, calibrated
 from taco_jax.dropin.compat import MissingHookError
 from taco_jax.dropin.hook import Installed, compressed, install
 from taco_jax.dropin.report import DropInError, Report, Site
 
-__all__ = ["DropInError", "Installed", "MissingHookError", "Report", "Site", "compressed", "install"]
+__all__ = [
+    "Calibration", "DropInError", "Installed", "MissingHookError", "Report", "Site", "calibrated", "compressed",
+    "install",
+]  # fmt: skip

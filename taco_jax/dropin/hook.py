@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from pallas_kernels import KernelUnavailableError
 from taco_jax.compression import tuned
 from taco_jax.dropin import compat
 from taco_jax.dropin.mesh_axes import live_meshes
+from taco_jax.dropin.observe import Measuring, observe
 from taco_jax.dropin.plan import DropInPlan, check_require, parse_plan
 from taco_jax.dropin.replacement import record
 from taco_jax.dropin.report import DropInError, History, Report
@@ -32,20 +34,20 @@ class _Hooks:
 
     def __init__(self):
         self._lock = threading.RLock()
-        self._in_threads: dict[int, list[DropInPlan]] = {}
-        self._everywhere: list[DropInPlan] = []
-        self._histories: dict[DropInPlan, History] = {}
+        self._in_threads: dict[int, list[DropInPlan | Measuring]] = {}
+        self._everywhere: list[DropInPlan | Measuring] = []
+        self._histories: dict[DropInPlan | Measuring, History] = {}
         self._compiling: dict[int, str] = {}  # thread -> name of the program
         self._used = 0
         self._registered = False
         self._open = contextlib.ExitStack()
 
-    def history(self, plan: DropInPlan) -> History:
+    def history(self, plan: DropInPlan | Measuring) -> History:
         """Returns what was compiled under a plan; one for all equal plans, whose programs are the same."""
         with self._lock:
             return self._histories.setdefault(plan, History(plan, _loaded_notes))
 
-    def plan(self, thread: int) -> DropInPlan | None:
+    def plan(self, thread: int) -> DropInPlan | Measuring | None:
         """The plan that is in force in a thread."""
         own = self._in_threads.get(thread)
         plans = own or self._everywhere
@@ -133,7 +135,8 @@ class _Hooks:
             # Its `Lowered` keeps what it is compiled to, and calls without a plan take it from there.
             return None
         try:
-            rewritten = rewrite(serialized, plan, history)
+            change = observe if isinstance(plan, Measuring) else rewrite
+            rewritten = change(serialized, plan, history)
         except (KernelUnavailableError, TypeError, ValueError) as error:
             # XLA makes one text of it and its traceback.
             history.problems.append(f"{name}: {error}")
@@ -142,13 +145,13 @@ class _Hooks:
             return None
         if not compat.KEEPS_DONATION and donates(serialized):
             warnings.warn(
-                f"{name}: under this jax a program that is compressed keeps its donated arguments in memory of their "
+                f"{name}: under this jax a program that is rewritten keeps its donated arguments in memory of their "
                 "own; jax 0.11 and newer use it again",
                 stacklevel=1,
             )
         return rewritten
 
-    def _plan_of(self, name: str) -> DropInPlan | None:
+    def _plan_of(self, name: str) -> DropInPlan | Measuring | None:
         """The plan of the thread that has asked for a module."""
         plans = {self.plan(thread) for thread in compat.compiling_threads(name)} or {self.plan(threading.get_ident())}
         if len(plans) > 1:
@@ -186,7 +189,7 @@ _hooks = _Hooks()
 
 @contextlib.contextmanager
 def compressed(
-    plan: Mapping,
+    plan: Mapping | str | os.PathLike,
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,
@@ -204,7 +207,8 @@ def compressed(
       plan: {axis: codec or Compression}, or {axis: {operation or pattern of op_name: codec}}. An axis "fsdp+tensor" is
         of collectives over both at once. Operations: all_reduce, reduce_scatter, all_gather, all_to_all,
         collective_permute, or jax.lax's names. Patterns are shell-style (`fnmatch`), such as "*layers/mlp*".
-        What gathers the program's own arguments (weights) is exact unless its operation is named.
+        What gathers the program's own arguments (weights) is exact unless its operation is named. Or the path of a plan
+        file, "plan.json", as `python -m taco_jax.run --calibrate` writes it.
       min_bytes: smaller collectives stay exact. None: as tuned for codec, ranks and link; 0 on the emulator.
       require: the least share of the bytes that the plan names, of every axis or of each by name, that is compressed.
 
@@ -217,7 +221,7 @@ def compressed(
     """
     parsed = parse_plan(plan, min_bytes)
     check_require(require, parsed)
-    report = Report(_hooks.history(parsed))
+    report = Report(_hooks.history(parsed), parsed.source)
     thread = threading.get_ident()
     _hooks.start(now=True)
     plans = _hooks._in_threads.setdefault(thread, [])
@@ -246,7 +250,7 @@ class Installed:
     """
 
     def __init__(self, plan: DropInPlan, require):
-        self.report = Report(_hooks.history(plan))
+        self.report = Report(_hooks.history(plan), plan.source)
         self._plan, self._require, self._active = plan, require, True
 
     def check(self) -> None:
@@ -259,13 +263,11 @@ class Installed:
             return
         self._active = False
         self.report.close()
-        _hooks._everywhere.remove(self._plan)
-        compat.context().set_global(_hooks._everywhere[-1] if _hooks._everywhere else None)
-        _hooks.stop()
+        end_everywhere(self._plan)
 
 
 def install(
-    plan: Mapping,
+    plan: Mapping | str | os.PathLike,
     *,
     min_bytes: int | None = None,
     require: float | Mapping[str, float] | None = None,
@@ -277,7 +279,20 @@ def install(
     """
     parsed = parse_plan(plan, min_bytes)
     check_require(require, parsed)
-    _hooks.start(now=False)
-    _hooks._everywhere.append(parsed)
-    compat.context().set_global(parsed)
+    start_everywhere(parsed)
     return Installed(parsed, require)
+
+
+def start_everywhere(plan: DropInPlan | Measuring) -> History:
+    """Puts a plan in force in all threads. Returns the history of what is compiled under it."""
+    _hooks.start(now=False)
+    _hooks._everywhere.append(plan)
+    compat.context().set_global(plan)
+    return _hooks.history(plan)
+
+
+def end_everywhere(plan: DropInPlan | Measuring) -> None:
+    """Ends what `start_everywhere` began."""
+    _hooks._everywhere.remove(plan)
+    compat.context().set_global(_hooks._everywhere[-1] if _hooks._everywhere else None)
+    _hooks.stop()

@@ -29,10 +29,13 @@ class Term(NamedTuple):
     id: int
 
 
-def merge(module: Module, wanted: Callable[[Collective], Hashable], partitions: int, meshes) -> int:
+def merge(
+    module: Module, wanted: Callable[[Collective], Hashable], partitions: int, meshes, groups: list | None = None
+) -> int:  # fmt: skip
     """Merges sums of the results of all-reduces and reduce-scatters.
 
-    wanted: equal for those that may be one message, None for what stays as it is.
+    wanted: equal for those that may be one message, None for what stays as it is. groups: gets the ids of those that
+    became one.
     Returns how many collectives are gone; where some are, the module is to be read anew.
     """
     found: dict[int, dict[int, Collective]] = {}
@@ -45,11 +48,13 @@ def merge(module: Module, wanted: Callable[[Collective], Hashable], partitions: 
     gone = 0
     for id, by_id in found.items():
         if len(by_id) > 1:
-            gone += _merge_in(module.computation(id), by_id, wants)
+            gone += _merge_in(module.computation(id), by_id, wants, groups)
     return gone
 
 
-def _merge_in(computation: Computation, by_id: dict[int, Collective], wants: dict[int, Hashable]) -> int:
+def _merge_in(
+    computation: Computation, by_id: dict[int, Collective], wants: dict[int, Hashable], into: list | None
+) -> int:  # fmt: skip
     gone = 0
     for add in [i for i in computation.proto.instructions if i.opcode == "add"]:
         users = [computation.instructions[i] for i in computation.users[add.id]]
@@ -64,6 +69,8 @@ def _merge_in(computation: Computation, by_id: dict[int, Collective], wants: dic
                 groups.setdefault(kind, []).append(term)
         merged = [group for group in groups.values() if len(group) > 1]
         if merged:
+            if into is not None:
+                into += [[term.collective.instruction.id for term in group] for group in merged]
             _rebuild(computation, add, adds, terms, merged)
             gone += sum(len(group) - 1 for group in merged)
     return gone

@@ -12,6 +12,7 @@ import numpy as np
 
 from taco_jax.dropin.hlo_proto import is_known
 
+OWN_AXIS = "taco_jax_wait"  # of a mesh that is none of the program's
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -88,7 +89,8 @@ def live_meshes() -> list[jax.sharding.Mesh]:
         a.sharding.mesh for a in jax.live_arrays() if isinstance(getattr(a.sharding, "mesh", None), jax.sharding.Mesh)
     ]
     whole = {mesh for mesh in found if _is_made(mesh) and all(isinstance(name, str) for name in mesh.axis_names)}
-    return sorted((m for m in whole if m.size > 1), key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
+    theirs = (m for m in whole if m.size > 1 and OWN_AXIS not in m.axis_names)
+    return sorted(theirs, key=lambda m: (m.axis_names, m.devices.shape, _ids(m)))
 
 
 def _classes(base: type) -> list[type]:

@@ -6,16 +6,22 @@ import dataclasses
 import fnmatch
 import hashlib
 import numbers
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from taco_jax.codec import Codec, as_codec
+from taco_jax.compression import plan_file
 from taco_jax.compression.compression import Compression, as_compression
-from taco_jax.errors import did_you_mean
+from taco_jax.errors import ConfigError, did_you_mean
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "collective_permute")
 SPELLINGS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "ppermute": "collective_permute"}
-FORM = 'a plan is {axis: codec}, or {axis: {operation or pattern of op_name: codec}}, such as {"tensor": "int8h"}'
+FORM = (
+    'a plan is {axis: codec}, or {axis: {operation or pattern of op_name: codec}}, such as {"tensor": "int8h"}; or '
+    'the path of a plan file, such as "plan.json"'
+)
+MEASURE = "python -m taco_jax.run --calibrate plan.json -- ..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Rule:
     Attributes:
       axes: the mesh axes, one or several that are summed over together.
       operation: one of `OPERATIONS`, or None: all.
-      pattern: shell-style, of the whole op_name, or None: all.
+      pattern: shell-style, of the whole op_name, or None: all. "" is of collectives without a name.
       compression: None leaves the collective exact.
     """
 
@@ -55,10 +61,13 @@ class DropInPlan:
     """Rules, the most special first: those of op_name, of an operation, of an axis; else in the order of the mapping.
 
     min_bytes: of collectives whose own `Compression` leaves it open; None: as tuned for codec, ranks and link.
+    source: the file that it is from, None for a mapping. A file has a line for each collective of the run that it was
+    measured in: those that match nothing now are listed in the report, and are no error.
     """
 
     rules: tuple[Rule, ...]
     min_bytes: int | None = None
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
@@ -71,11 +80,18 @@ class DropInPlan:
 
 
 def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
-    """The plan of a mapping.
+    """The plan of a mapping, or of a plan file (its path).
 
     Raises:
       TypeError, ValueError: in one line, with the axis, the value and what would work.
     """
+    if isinstance(plan, os.PathLike) or plan_file.is_plan_path(plan):
+        try:
+            file = plan_file.read(plan)
+        except ConfigError as error:
+            what, again, _ = str(error).partition(f"; {plan_file.AGAIN}")
+            raise ConfigError(f"{what}; measure one: {MEASURE}" if again else what) from None
+        return _of_file(file, min_bytes)
     if not isinstance(plan, Mapping) or not plan:
         raise TypeError(f"plan={plan!r}: {FORM}")
     rules: list[Rule] = []
@@ -83,11 +99,40 @@ def parse_plan(plan, min_bytes: int | None = None) -> DropInPlan:
         axes = _axes(key)
         for operation, pattern, codec in _lines(axes, value):
             rule = Rule(axes, operation, pattern, None)
-            rules.append(dataclasses.replace(rule, compression=_compression(rule.text, codec)))
+            rules.append(dataclasses.replace(rule, compression=_compression(f"plan: {rule.text}", codec)))
+    return _of_rules(rules, min_bytes, "plan")
+
+
+def _of_file(file: plan_file.PlanFile, min_bytes: int | None) -> DropInPlan:
+    """The plan of a file's collectives. Raises ConfigError for a file that has none, or lines that cannot be."""
+    source = file.source
+    if not file.collectives:
+        what = "is a plan for the sites of a model of taco_jax" if file.sites else "names no collective"
+        take = " take it with --compression.plan (trainer) or --compression (inference);" if file.sites else ""
+        raise ConfigError(f"{source}: {what};{take} for a program that is not ours measure one: {MEASURE}")
+    rules = []
+    for n, line in enumerate(file.collectives):
+        place = f"{source}: collectives[{n}]"
+        operation = None if line.operation == "*" else _operation(line.operation)
+        if operation is None and line.operation != "*":
+            hint = did_you_mean(line.operation, (*OPERATIONS, "*"))
+            raise ConfigError(f"{place}: operation={line.operation!r}: is no operation; {hint}")
+        try:
+            rule = Rule(_axes(line.axis), operation, None if line.pattern == "*" else line.pattern, None)
+            rules.append(dataclasses.replace(rule, compression=_compression(f"{place}: codec", line.codec)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error).replace("plan: ", f"{place}: ", 1)) from None
+    try:
+        return dataclasses.replace(_of_rules(rules, min_bytes, source), source=source)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _of_rules(rules: list[Rule], min_bytes: int | None, source: str) -> DropInPlan:
     places = Counter((frozenset(rule.axes), rule.operation, rule.pattern) for rule in rules)
     for rule in rules:
         if places[frozenset(rule.axes), rule.operation, rule.pattern] > 1:
-            raise ValueError(f"plan: {rule.text}: is given twice; name each axis, operation and pattern once")
+            raise ValueError(f"{source}: {rule.text}: is given twice; name each axis, operation and pattern once")
     rules.sort(key=lambda rule: rule.generality)
     # Compression checks the number, and says what it must be.
     return DropInPlan(tuple(rules), Compression("none", min_bytes=min_bytes).min_bytes)
@@ -129,6 +174,19 @@ def _axes(key) -> tuple[str, ...]:
     if len(set(axes)) < len(axes):
         raise ValueError(f"plan: axis {key!r}: names an axis twice; name each once, such as 'fsdp+tensor'")
     return axes
+
+
+def parse_measured_axes(text: str) -> tuple[tuple[str, ...], str | None]:
+    """(axes, operation or None) of a text AXIS[+AXIS...][/OPERATION]. Raises ConfigError in one line."""
+    axis, slash, name = text.partition("/") if isinstance(text, str) else (text, "", "")
+    try:
+        axes = _axes(axis)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error).replace("plan: axis", "axes:")) from None
+    operation = _operation(name)
+    if slash and operation is None:
+        raise ConfigError(f"axes: {text!r}: {name!r} is no operation; {did_you_mean(name, OPERATIONS)}")
+    return axes, operation
 
 
 def check_require(require, plan: DropInPlan) -> None:
@@ -185,24 +243,27 @@ def _entries(entry: str, lines: Mapping) -> Iterable[tuple[str, object]]:
 
 
 def _compression(text: str, value) -> Compression | None:
-    """The compression of a line. Raises ValueError for a codec that needs what a compiled program does not keep."""
+    """The compression of a line, whose name in errors is `text`.
+
+    Raises ValueError for a codec that needs what a compiled program does not keep.
+    """
     if not isinstance(value, str | Codec | Compression | None):
-        raise TypeError(f"plan: {text}: {value!r}: must be a codec's name, a Codec, a Compression, 'none' or None")
+        raise TypeError(f"{text}: {value!r}: must be a codec's name, a Codec, a Compression, 'none' or None")
     try:
         compression = as_compression(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"plan: {text}: {error}") from None
+        raise type(error)(f"{text}: {error}") from None
     if compression is None:
         return None
     if compression.error_feedback or compression.backward_error_feedback:
         key = "error_feedback" if compression.error_feedback else "backward_error_feedback"
-        raise ValueError(f"plan: {text}: {key}=True keeps errors from step to step, and a program that is not "
+        raise ValueError(f"{text}: {key}=True keeps errors from step to step, and a program that is not "
                          "ours has no place for them; leave it out")  # fmt: skip
     for codec in (*compression.codecs, *filter(None, [compression.between])):
         if codec.rounding == "stochastic":
-            raise ValueError(f"plan: {text}: rounding='stochastic' needs a new key at every step; use 'nearest'")
+            raise ValueError(f"{text}: rounding='stochastic' needs a new key at every step; use 'nearest'")
         if codec.scale == "site" and not codec.exact:
-            raise ValueError(f"plan: {text}: scale='site' needs scales that are calibrated from step to step; use a "
+            raise ValueError(f"{text}: scale='site' needs scales that are calibrated from step to step; use a "
                              "codec with scales of its own, such as 'int8h', 'e4m3h' or 'taco'")  # fmt: skip
     return compression
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -115,7 +115,7 @@ def find(request: Request) -> Replacement:
     """The replacement of a collective, compiled where it is the first of its kind. Raises what tracing it raises."""
     with _known_lock:
         if request not in _known:
-            _known[request] = _in_thread(lambda: _compile(request))
+            _known[request] = in_thread(lambda: _compile(request))
         return _known[request]
 
 
@@ -124,7 +124,7 @@ def forget() -> None:
     _known.clear()
 
 
-def _in_thread(make):
+def in_thread(make):
     """The result of make() in a new thread: a program's own mesh, trace and settings do not reach it there."""
     result: list = []
 
@@ -144,37 +144,43 @@ def _in_thread(make):
 
 
 def _compile(request: Request) -> Replacement:
+    program, operands = _program(request)
+    with comm_log.record() as table:
+        module = recorded(program, operands, request.place.mesh)
+    rows = table.rows()
+    codecs = {row.codec for row in rows} - {"none"}
+    return Replacement(module, sum(row.bytes for row in rows), "+".join(sorted(codecs)) or "none")
+
+
+def recorded(program: Callable, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Module:
+    """Compiles a function for a mesh's devices up to the stage of the hook. Returns its module at that stage."""
     name = f"{PREFIX}{next(_numbers)}"
     module_name = f"jit_{name}"
-    program, operands = _program(request, name)
-    platform = {"gpu": "cuda"}.get(kind := request.place.mesh.devices.flat[0].platform, kind)
-    with comm_log.record() as table:
-        lowered = program.trace(*operands).lower(lowering_platforms=(platform,))
-    recorded = _recording.setdefault(module_name, [])
+    program.__name__ = program.__qualname__ = name
+    platform = {"gpu": "cuda"}.get(kind := mesh.devices.flat[0].platform, kind)
+    lowered = jax.jit(program).trace(*operands).lower(lowering_platforms=(platform,))
+    found = _recording.setdefault(module_name, [])
     try:
         lowered.compile()
     except Exception:
-        if not recorded:
+        if not found:
             raise
     finally:
         del _recording[module_name]
-    if not recorded:
+    if not found:
         from taco_jax.dropin.compat import MissingHookError
 
         raise MissingHookError(
             f"the compiler of {platform} ignores transformations of modules: its plugin is older than jax "
             f"{jax.__version__}; install the plugin of that version"
         )
-    rows = table.rows()
-    codecs = {row.codec for row in rows} - {"none"}
-    return Replacement(Module(recorded[-1]), sum(row.bytes for row in rows), "+".join(sorted(codecs)) or "none")
+    return Module(found[-1])
 
 
-def _program(request: Request, name: str):
-    """(jitted collective, its abstract operands): device by device, local arrays of the request's shapes."""
+def _program(request: Request):
+    """(the collective, its abstract operands): device by device, local arrays of the request's shapes."""
     theirs = request.place.mesh
-    # The program's axis types may be Explicit or Manual; ours are all Auto.
-    mesh = Mesh(theirs.devices, theirs.axis_names, axis_types=(AxisType.Auto,) * len(theirs.axis_names))
+    mesh = automatic(theirs)
     every = P(theirs.axis_names)
     rest = tuple(axis for axis in theirs.axis_names if axis not in request.place.axes)
     out = P(rest) if request.operation == "all_reduce" else every
@@ -187,21 +193,29 @@ def _program(request: Request, name: str):
     def program(*xs):
         return local(*xs)
 
-    program.__name__ = program.__qualname__ = name
-    where = NamedSharding(mesh, every)
-    wide = lambda shape: (shape[0] * theirs.size, *shape[1:])
-    operands = [
-        jax.ShapeDtypeStruct(wide(s), np.dtype(jnp.dtype(request.dtype)), sharding=where) for s in request.shapes
-    ]
-    return jax.jit(program), operands
+    return program, local_operands(mesh, [(s, request.dtype) for s in request.shapes])
 
 
-def inline(replacement: Replacement, into: Computation, before, operands: Sequence[int], op_name: str) -> list:
-    """Copies a replacement's instructions in front of `before`, reading these operands. Returns those of its results.
+def automatic(mesh: Mesh) -> Mesh:
+    """A program's mesh as ours: its axis types may be Explicit or Manual, ours are all Auto."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def local_operands(mesh: Mesh, arrays: Sequence[tuple[tuple[int, ...], str]]) -> list[jax.ShapeDtypeStruct]:
+    """Abstract arrays, cut along their first dim, of which every device has one of these shapes and dtypes."""
+    where = NamedSharding(mesh, P(mesh.axis_names))
+    wide = lambda shape: (shape[0] * mesh.size, *shape[1:])
+    return [jax.ShapeDtypeStruct(wide(s), np.dtype(jnp.dtype(dtype)), sharding=where) for s, dtype in arrays]
+
+
+def inline(source: Module, into: Computation, before, operands: Sequence[int], op_name: str) -> list:
+    """Copies a recorded module's instructions in front of `before`, reading these operands.
+
+    Returns the instructions of its results.
 
     op_name: of the copies, which else have the metadata of `before`.
     """
-    source, module = replacement.module, into.module
+    module = into.module
     entry = source.entry
     new_id = {entry.parameters[n]: operand for n, operand in enumerate(operands)}
     called: dict[int, int] = {}

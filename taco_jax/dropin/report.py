@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from taco_jax.dropin.compat import FIRST
-from taco_jax.dropin.plan import DropInPlan, Rule, is_uncalibrated
+from taco_jax.dropin.plan import MEASURE, DropInPlan, Rule, is_uncalibrated
 
 
 class DropInError(RuntimeError):
@@ -29,6 +29,8 @@ class Site:
       before, after: bytes that one device sends in one run of the collective.
       codec: "none" where it stayed exact; reason: why.
       named: whether the plan says that it is to be compressed.
+      ranks: that exchange it. message: of what is measured, equal for sites of a program that become one message where
+        their codec is one.
     """
 
     program: str
@@ -44,6 +46,8 @@ class Site:
     codec: str = "none"
     reason: str = ""
     named: bool = False
+    ranks: int = 0
+    message: int = -1
 
     @property
     def compressed(self) -> bool:
@@ -148,8 +152,9 @@ class Report:
     Where none was compiled, because a block of an equal plan had compiled them before: those of all such blocks.
     """
 
-    def __init__(self, history: History):
-        self.plan = history.plan
+    def __init__(self, history: History, source: str | None = None):
+        """source: the file that the plan is from, whose lines need not all match."""
+        self.plan, self._source = history.plan, source
         self._history = history
         self._first, self._asked, self._handed = len(history.programs()), history.asked, history.handed
         self._problems, self._elsewhere = len(history.problems), len(history.elsewhere)
@@ -207,13 +212,9 @@ class Report:
         """
         self._check_axes()
         if not any(site.compressed for site in self.sites):
-            raise DropInError(f"nothing was compressed: {self._why_nothing()}")
-        matched = {n for program in self._programs() for n in program.rules}
+            raise DropInError(f"nothing was compressed: {self.why_nothing()}")
         wide = self._wide()
-        for n, rule in enumerate(self.plan.rules):
-            # Nothing goes over an axis of one device.
-            if n in matched or not wide & set(rule.axes):
-                continue
+        for rule in self._unmatched() if self._source is None else ():
             if (before := self._taken(rule, wide)) is None:
                 raise DropInError(
                     f"plan: {rule.text}: matches no collective; over {'+'.join(rule.axes)} go {self._listed(rule.axes)}"
@@ -231,8 +232,13 @@ class Report:
             if (share := self.share(axes)) < least:
                 raise DropInError(
                     f"require={least:g}: {share:.1%} of the bytes over {'+'.join(axes)} are compressed; the rest: "
-                    f"{self._reasons(axes)}"
+                    f"{self.reasons(axes)}"
                 )
+
+    def _unmatched(self) -> list[Rule]:
+        """The lines of the plan that matched no collective. Nothing goes over an axis of one device."""
+        matched, wide = {n for program in self._programs() for n in program.rules}, self._wide()
+        return [rule for n, rule in enumerate(self.plan.rules) if n not in matched and wide & set(rule.axes)]
 
     def _wide(self) -> set[str]:
         """The axes with several devices."""
@@ -255,7 +261,8 @@ class Report:
                     known = ", ".join(sorted(found))
                     raise DropInError(f"plan: axis {axis!r} is of no mesh of the programs; their axes are {known}")
 
-    def _why_nothing(self) -> str:
+    def why_nothing(self) -> str:
+        """Returns why no collective was replaced."""
         asked, handed = self._history.asked - self._asked, self._history.handed - self._handed
         if not self.programs and asked and not handed:
             return (
@@ -267,14 +274,17 @@ class Report:
         named = sorted({axis for axes in self.plan.axes for axis in axes})
         if self.programs and not self._wide() & set(named):
             return f"no mesh of the programs has several devices along {', '.join(named)}"
+        if self._source is not None and self.programs and len(self._unmatched()) == len(self.plan.rules):
+            return f"no line of {self._source} matches a collective of these programs; measure them: {MEASURE}"
         if not self.programs:
             return (
                 "no program with collectives was compiled while the plan was in force; call the jitted step inside of "
                 "`with`, over a mesh of several devices"
             )
-        return self._reasons(None)
+        return self.reasons(None)
 
-    def _reasons(self, axes) -> str:
+    def reasons(self, axes) -> str:
+        """Returns why collectives stayed exact, the largest first."""
         reasons: dict[str, float] = {}
         for site in self.sites:
             if not site.compressed and (axes is None or set(site.axes) == set(axes)):
@@ -312,6 +322,11 @@ class Report:
             lines.append(f"{'+'.join(axes)}: {before:,.0f} bytes before, {after:,.0f} after{ratio}")
         for name in dict.fromkeys(self.elsewhere):
             lines.append(f"{name} is exact: it was lowered before the plan was in force")
+        if self._source is not None and self.programs and (idle := self._unmatched()):
+            lines.append(
+                f"{self._source}: {len(idle)} of {len(self.plan.rules)} lines match no collective of these programs, "
+                f"such as {idle[0].text}"
+            )
         if any(is_uncalibrated(rule.compression) for rule in self.plan.rules):
             lines.append("codecs with a site scale, such as taco, are meant uncalibrated: scales are of blocks alone")
         return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from taco_jax.compression import tuned
 from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice
@@ -18,6 +18,7 @@ from taco_jax.dropin.report import History, Program, Site, note
 from taco_jax.dropin.splice import Choice, ReplacedParts, arrays, memory_order, splice
 
 NOTE = "taco_jax_drop_in"
+UNNAMED = "the plan does not name it"
 
 # What one device sends of n bytes among p ranks, exactly; of a gather, n of the result.
 SENT = {
@@ -40,15 +41,14 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
-    for first in (share_collectives.share, merge_sums.merge):
-        if first(module, lambda c: _merges(c, plan), len(devices), meshes):
-            module = Module(module.serialize())
-    if combine_sums.combine(module, _Chooser(module, plan).joined, len(devices), meshes):
+    module, matched, _ = fewer_messages(module, plan, len(devices), meshes)
+    if combine_sums.combine(module, Chooser(module, plan).joined, len(devices), meshes):
         module = Module(module.serialize())
     found = collective_forms.collectives(module, len(devices), meshes)
     if not found:
         return None
-    chooser = _Chooser(module, plan)
+    chooser = Chooser(module, plan)
+    chooser.rules |= matched
     choices = [(c, chooser.choose(c)) for c in found]
     runs = [module.runs(c.computation) for c in found]
     for (collective, chosen), times in zip(choices, runs):
@@ -58,11 +58,24 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     id = hashlib.sha256(serialized).hexdigest()[:16]
     written = note(plan, Program(id, module.name, tuple(chooser.sites), frozenset(chooser.rules), frozenset(names)))
     history.add(written)
-    _write_note(module, written)
+    write_note(module, written)
     return module.serialize()
 
 
-def _write_note(module: Module, written: str) -> None:
+def fewer_messages(module: Module, plan: DropInPlan, partitions: int, meshes) -> tuple[Module, set[int], list]:
+    """Lets equal collectives, and sums of sums, be one message where the plan compresses them alike.
+
+    Returns the module, the numbers of the plan's lines that matched, and ids of the collectives that became one.
+    """
+    matched: set[int] = set()
+    groups: list[list[int]] = []
+    for first in (share_collectives.share, merge_sums.merge):
+        if first(module, lambda c: _merges(c, plan, matched), partitions, meshes, groups):
+            module = Module(module.serialize())
+    return module, matched, groups
+
+
+def write_note(module: Module, written: str) -> None:
     """Leaves the note in the program, where the persistent compilation cache keeps it: at its first argument."""
     if 0 in module.entry.parameters:
         first = module.entry.instructions[module.entry.parameters[0]]
@@ -86,10 +99,11 @@ def donates(serialized: bytes) -> bool:
     return bool(proto.input_output_alias or proto.buffer_donor)
 
 
-def _merges(collective: Collective, plan: DropInPlan) -> int | None:
-    """The number of the line of the plan that compresses a collective, None where it stays exact.
+def _merges(collective: Collective, plan: DropInPlan, matched: set[int]) -> Hashable:
+    """A key of how the plan compresses a collective, None where it stays exact.
 
-    Sums of results become sums of operands, and equal collectives one, where it is one line's.
+    Sums of results become sums of operands, and equal collectives one, where the plan sends them alike: those of two
+    lines too, of which the first one's is then the name. Adds the number of the line to `matched`.
     """
     if collective.why_exact:
         return None
@@ -99,7 +113,10 @@ def _merges(collective: Collective, plan: DropInPlan) -> int | None:
         if sum_and_slice.find(module, collective.computation, value, collective.groups):
             operation = "reduce_scatter"
     rule, _ = _rule(collective, collective.parts[0], plan, operation)
-    return None if rule is None or rule.compression is None else plan.rules.index(rule)
+    if rule is None:
+        return None
+    matched.add(plan.rules.index(rule))
+    return None if rule.compression is None else (frozenset(rule.axes), rule.compression)
 
 
 def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tuple[Rule | None, int]:
@@ -113,7 +130,7 @@ def _rule(collective: Collective, part, plan: DropInPlan, operation: str) -> tup
     return None, 0
 
 
-class _Chooser:
+class Chooser:
     """The decisions about one module. First every collective is looked at as it came, then all are changed."""
 
     def __init__(self, module: Module, plan: DropInPlan):
@@ -122,7 +139,7 @@ class _Chooser:
         self.rules: set[int] = set()
 
     def choose(self, collective: Collective) -> list[Choice]:
-        choices = [self._choose(collective, part) for part in collective.parts]
+        choices = [self.choice(collective, part) for part in collective.parts]
         joined: dict[tuple, list[int]] = {}
         for n, choice in enumerate(choices):
             if choice.request is not None:
@@ -135,7 +152,7 @@ class _Chooser:
     def joined(self, collective: Collective) -> tuple | None:
         """Equal for sums that may become one message, None for what stays exact or goes alone."""
         (part,) = collective.parts
-        return self._choose(collective, part).message_key
+        return self.choice(collective, part).message_key
 
     def _send(self, collective: Collective, choices: Sequence[Choice], parts: Sequence[int]) -> None:
         """Finds the replacement of parts that go in one message, where that sends less than they do."""
@@ -153,7 +170,7 @@ class _Chooser:
         for n in parts:
             choices[n].message = message
 
-    def _choose(self, collective: Collective, part) -> Choice:
+    def choice(self, collective: Collective, part) -> Choice:
         operation, own = collective.operation, None
         if operation == "all_reduce" and not collective.why_exact and len(part.values) == 1:
             own = self._own_slice(collective, part)
@@ -191,7 +208,7 @@ class _Chooser:
         axes = choice.place.axes
         if len(axes) > 1 and any(set(rule.axes) & set(axes) for rule in self.plan.rules):
             return f"it goes over {' and '.join(axes)} at once; the plan would name them together, {'+'.join(axes)!r}"
-        return "the plan does not name it"
+        return UNNAMED
 
     def _fit(self, collective: Collective, part, choice: Choice, n: int) -> str:
         """Finds the replacement of one part. Returns why there is none, else ""."""
@@ -249,11 +266,11 @@ class _Chooser:
     def apply(self, collective: Collective, choices: Sequence[Choice], runs: int) -> None:
         """Lists the sites and puts the replacements in."""
         for n, choice in enumerate(choices):
-            self.sites.append(self._site(collective, n, choice, runs))
+            self.sites.append(self.site(collective, n, choice, runs))
         if any(choice.message for choice in choices):
             splice(collective, choices)
 
-    def _site(self, collective: Collective, n: int, choice: Choice, runs: int) -> Site:
+    def site(self, collective: Collective, n: int, choice: Choice, runs: int) -> Site:
         part, message = collective.parts[n], choice.message
         shape = collective.computation.instructions[part.operands[0]].shape
         ranks = len(collective.groups[0]) if collective.groups else 2
@@ -265,7 +282,7 @@ class _Chooser:
             axes=choice.place.axes if choice.place else (), direction=part.direction, dtype=dtype_name(shape),
             shape=tuple(shape.dimensions), runs=runs, before=before,
             after=message.shares[n] if message else before, codec=message.replacement.codec if message else "none",
-            reason=choice.reason, named=named,
+            reason=choice.reason, named=named, ranks=ranks,
         )  # fmt: skip
 
 

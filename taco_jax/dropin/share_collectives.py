@@ -17,10 +17,13 @@ from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Computation, Module
 
 
-def share(module: Module, wanted: Callable[[Collective], Hashable], partitions: int, meshes) -> int:
+def share(
+    module: Module, wanted: Callable[[Collective], Hashable], partitions: int, meshes, groups: list | None = None
+) -> int:  # fmt: skip
     """Lets the readers of equal collectives read the first of them.
 
-    wanted: equal for those that may be one message, None for what stays as it is.
+    wanted: equal for those that may be one message, None for what stays as it is. groups: gets the ids of those that
+    became one.
     Returns how many collectives are gone; where some are, the module is to be read anew.
     """
     first: dict[tuple, Collective] = {}
@@ -36,6 +39,8 @@ def share(module: Module, wanted: Callable[[Collective], Hashable], partitions: 
         key = id, want, _kind(collective)
         kept = first.setdefault(key, collective)
         if kept is not collective:
+            if groups is not None:
+                groups.append([kept.instruction.id, instruction.id])
             computation.replace_uses(instruction.id, kept.instruction.id)
             computation.delete(instruction)
             gone += 1

@@ -117,15 +117,11 @@ def _put(collective: Collective, choices: Sequence[Choice], message: ReplacedPar
     if message.results is not None:
         return message.results
     computation, old = collective.computation, collective.instruction
-    operands = []
-    for n in message.shares:
-        for id in collective.parts[n].operands:
-            shape = computation.instructions[id].shape
-            operands.append(id if _is_plain(shape) else _bitcast(computation, old, _plain(shape), id).id)
+    operands = [plain(computation, old, id) for n in message.shares for id in collective.parts[n].operands]
     numbers = list(message.shares)
     first, choice = collective.parts[numbers[0]], choices[numbers[0]]
     op_name = f"{first.op_name}/taco_jax.{choice.operation}[{message.replacement.codec}]"
-    results = inline(message.replacement, computation, old, operands, op_name)
+    results = inline(message.replacement.module, computation, old, operands, op_name)
     if choice.own_slice:
         shapes = [_sliced(first.shape, choice.own_slice)]
     else:
@@ -154,6 +150,12 @@ def memory_order(shape) -> tuple[int, ...]:
     """Dims from the outermost in memory to the innermost."""
     minor = list(shape.layout.minor_to_major)
     return tuple(reversed(minor)) if minor else tuple(range(len(shape.dimensions)))
+
+
+def plain(computation: Computation, before, id: int) -> int:
+    """The id of a value with its dims in their order in memory: itself, or a bitcast in front of `before`."""
+    shape = computation.instructions[id].shape
+    return id if _is_plain(shape) else _bitcast(computation, before, _plain(shape), id).id
 
 
 def _is_plain(shape) -> bool:

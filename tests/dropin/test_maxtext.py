@@ -3,13 +3,14 @@
 Needs Python 3.12 and `pip install '.[dropin-test]'`; `.ci/run` has an environment for it.
 """
 
+import json
 import shutil
 
 import maxtext_program as program
 import numpy as np
 import pytest
 import trainers
-from helpers import REPOSITORY
+from helpers import REPOSITORY, run_python
 
 pytestmark = trainers.wanted("maxtext", "maxtext", "pip install '.[dropin-test]'")
 STEPS, SAVED = 20, 10
@@ -50,6 +51,24 @@ def test_its_gradients(name, tmp_path):
     arguments = program.settings(tmp_path, axes, STEPS)
     script = REPOSITORY / "tests" / "support" / "maxtext_program.py"
     trainers.check_gradients(program.TRAINER.found(tmp_path, [script, " ".join(plan), *arguments]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_measured_run_is_exact_and_its_plan_is_taken(exact, tmp_path):
+    """Losses of the measured run are the exact one's, digit by digit; the plan's are within what a codec may do."""
+    name = "fsdp 2 x tensor 2"
+    axes, (_, losses) = program.PLANS[name][0], exact(name)
+    plan = tmp_path / "plan.json"
+    measured = ["-m", "taco_jax.run", "--min-bytes", "0", "--calibrate", plan, "--bits", "6", "--"]
+    arguments = ["-m", program.MODULE, *program.settings(tmp_path, axes, STEPS)]
+    run_python([*measured, *arguments], devices=None, env=program.TRAINER.environment(), cwd=tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning/loss"] for line in lines] == losses
+    folder = tmp_path / "compressed"
+    compressed = program.run(folder, axes, STEPS, [str(plan)])
+    trainers.check_losses(losses, compressed, STEPS)
+    assert "match no collective" not in (folder / "report.txt").read_text()
 
 
 def test_its_own_checkpoint_goes_on(exact, tmp_path):
