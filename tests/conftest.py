@@ -61,9 +61,12 @@ def pytest_unconfigure():
 # Files that take longest for their number of tests follow, so that both processes have work to the end.
 FIRST = (
     "test_hook.py", "test_operations.py", "test_values.py", "test_combined_sums.py", "test_fewer_messages.py",
-    "test_distributed.py", "test_train.py", "test_pipeline_train.py", "test_data_parallel_step.py", "test_step.py",
-    "test_pipeline.py", "test_decoder.py", "test_triton_interpreter.py", "test_triton_lowering.py",
-    "test_mosaic_interpreter.py", "test_mosaic_lowering.py", "test_remat.py", "test_projections.py",
+    "test_train.py", "test_distributed.py", "test_step.py", "test_triton_interpreter.py", "test_mosaic_interpreter.py",
+    "test_codec_values.py", "test_own_text.py", "test_init_from.py", "test_readme.py", "test_layers.py",
+    "test_export.py", "test_export_features.py", "test_decoder.py", "test_data_parallel_step.py", "test_pipeline.py",
+    "test_pipeline_train.py", "test_triton_lowering.py", "test_mosaic_lowering.py", "test_generator.py",
+    "test_hierarchical.py", "test_dot.py", "test_optimizers.py", "test_dry_run.py", "test_serve_command.py",
+    "test_lora.py", "test_lora_runs.py", "test_overlap.py", "test_masks.py", "test_remat.py", "test_projections.py",
 )  # fmt: skip
 
 
