@@ -122,6 +122,7 @@ def traced_steps(session):
     return sorted({int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "args" in e})
 
 
+@pytest.mark.usefixtures("three")  # what a first run imports would be in the trace, which takes seconds
 def test_a_traced_run_with_a_log(tmp_path, capsys):
     """A run that ends before the trace's last step closes it; one that is resumed appends to its log."""
     run, log = tmp_path / "run", tmp_path / "run" / "run.log"
