@@ -15,7 +15,12 @@ GPU = os.environ.get("TACO_TEST_GPU") == "1"
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set XLA_FLAGS; does a pytest plugin do it?")
+# Most of the tests' time would go into LLVM's optimising of small programs that run once or twice. XLA's own passes,
+# and with them the messages that tests read in compiled HLO, are the same without; `helpers.QUICK_COMPILING` is more
+# that is left out. Tests of values that may depend on how loops are vectorised take the fixture `optimised`;
+# `.ci/nightly` runs all tests with JAX_DISABLE_MOST_OPTIMIZATIONS=0, as users compile.
 if not GPU:
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     from helpers import cpu_environment
 
     os.environ.update(cpu_environment(devices=8))
@@ -31,13 +36,6 @@ if not GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     CACHE = tempfile.mkdtemp(prefix="taco_jax_test_cache_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-
-# Most of the tests' time would go into LLVM's optimising of small programs that run once or twice. XLA's own passes,
-# and with them the messages that tests read in compiled HLO, are the same without. Tests of values that may depend on
-# how loops are vectorised take the fixture `optimised`; `.ci/nightly` runs all tests with
-# JAX_DISABLE_MOST_OPTIMIZATIONS=0, as users compile.
-if not GPU:
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 # Each test process has a core to itself, at most. XLA makes its pools of threads by this variable, and compiling in one
@@ -63,9 +61,12 @@ def pytest_unconfigure():
 # Files that take longest for their number of tests follow, so that both processes have work to the end.
 FIRST = (
     "test_hook.py", "test_operations.py", "test_values.py", "test_combined_sums.py", "test_fewer_messages.py",
-    "test_distributed.py", "test_train.py", "test_pipeline_train.py", "test_data_parallel_step.py", "test_step.py",
-    "test_pipeline.py", "test_decoder.py", "test_triton_interpreter.py", "test_triton_lowering.py",
-    "test_mosaic_interpreter.py", "test_mosaic_lowering.py", "test_remat.py", "test_projections.py",
+    "test_train.py", "test_distributed.py", "test_step.py", "test_triton_interpreter.py", "test_mosaic_interpreter.py",
+    "test_codec_values.py", "test_own_text.py", "test_init_from.py", "test_readme.py", "test_layers.py",
+    "test_export.py", "test_export_features.py", "test_decoder.py", "test_data_parallel_step.py", "test_pipeline.py",
+    "test_pipeline_train.py", "test_triton_lowering.py", "test_mosaic_lowering.py", "test_generator.py",
+    "test_hierarchical.py", "test_dot.py", "test_optimizers.py", "test_dry_run.py", "test_serve_command.py",
+    "test_lora.py", "test_lora_runs.py", "test_overlap.py", "test_masks.py", "test_remat.py", "test_projections.py",
 )  # fmt: skip
 
 
@@ -85,13 +86,23 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def optimised():
     """For modules whose values may depend on how loops are vectorised: they compile as users do."""
-    import jax
+    from unittest import mock
 
-    name = "jax_disable_most_optimizations"
+    import jax
+    from jax._src import compiler
+
+    name, get_options = "jax_disable_most_optimizations", compiler.get_compile_options
     before = jax.config.values[name]
+
+    def as_users(*args, **settings):
+        options = get_options(*args, **settings)
+        options.env_option_overrides = [*options.env_option_overrides, ("xla_backend_extra_options", "")]
+        return options
+
     jax.config.update(name, False)
     jax.clear_caches()  # of operations without jit too
-    yield
+    with mock.patch.object(compiler, "get_compile_options", as_users):
+        yield
     jax.config.update(name, before)
     jax.clear_caches()
 

@@ -214,8 +214,12 @@ class Program:
 
     def init(self, key: jax.Array) -> TrainState:
         """A new state on the mesh; the values do not depend on the mesh."""
-        shardings = jax.tree.map(lambda a: a.sharding, self.state_shapes)
-        return jax.jit(self._new_state, out_shardings=shardings)(key)
+        return self._jitted_init(key)
+
+    # jax.jit finds what it has compiled by the function, and a bound method is another object every time.
+    @functools.cached_property
+    def _jitted_init(self):
+        return jax.jit(self._new_state, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes))
 
     def _new_params(self, key) -> Any:
         return self._new_model(key) if self.adapters is None else self._new_adapters(key)

@@ -1,5 +1,8 @@
 """Exports of models with scaled rotary positions, windows and Gemma's parts, against transformers' own."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from families import FAMILIES, reference
@@ -12,14 +15,30 @@ torch = pytest.importorskip("torch", reason="reads what is written: pip install 
 transformers = pytest.importorskip("transformers", reason="reads what is written: pip install 'taco-jax[test]'")
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Saved once: the run of a family, which has no source."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+
+    def run_of(name):
+        if name not in made:
+            hf, state, *_ = reference(name)
+            config = huggingface.config_from_hf(hf)
+            params = huggingface.params_from_hf(state, config, tp=2)
+            made[name] = save_run(folder / name, config, tp=2, params=params)
+        return made[name]
+
+    return run_of
+
+
 @pytest.mark.parametrize("with_source", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_same_logits(tmp_path, name, with_source):
-    hf, state, tokens, want = reference(name)
-    config = huggingface.config_from_hf(hf)
-    params = huggingface.params_from_hf(state, config, tp=2)
-    files = {"source_config.json": hf | {"dtype": "float32"}} if with_source else None
-    run = save_run(tmp_path / "run", config, tp=2, files=files, params=params)
+def test_the_same_logits(runs, tmp_path, name, with_source):
+    hf, _, tokens, want = reference(name)
+    run = shutil.copytree(runs(name), tmp_path / "run")
+    if with_source:
+        (run / "model").mkdir()
+        (run / "model" / "source_config.json").write_text(json.dumps(hf | {"dtype": "float32"}))
     folder = export(run, tmp_path / "hf")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager"

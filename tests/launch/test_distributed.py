@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY, until
+from helpers import REPOSITORY, quick_compiling, until
 from meetings import free_port
 from programs import shared_programs
 
@@ -52,8 +52,8 @@ class Processes:
                 "JAX_NUM_PROCESSES": str(processes),
                 "JAX_PROCESS_ID": str(i),
             }
-            for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-                environment.pop(name, None)
+            environment["XLA_FLAGS"] = " ".join(quick_compiling())
+            environment.pop("JAX_PLATFORMS", None)
             command = [sys.executable, "-m", "taco_jax.train", "--config", "config.py", "--devices", f"cpu:{devices}"]
             with self.path(i).open("w") as file:
                 self.running[i] = subprocess.Popen(

@@ -123,17 +123,16 @@ def traced_steps(session):
     return sorted({int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "args" in e})
 
 
+@pytest.mark.usefixtures("three")  # what a first run imports would be in the trace, which takes seconds
 def test_a_traced_run_with_a_log(tmp_path, capsys):
     """A run that ends before the trace's last step closes it; one that is resumed appends to its log."""
     run, log = tmp_path / "run", tmp_path / "run" / "run.log"
-    config = make_config(run, profile="2:5", stop_after=3, log_file=str(log))
+    config = make_config(run, profile="3:5", stop_after=3, log_file=str(log))
     train(config)
     sessions = run / "profile" / "plugins" / "profile"
-    assert traced_steps(sessions / "steps_2-5") == [2, 3] and [p.name for p in (run / "profile").iterdir()] == [
-        "plugins"
-    ]
+    assert traced_steps(sessions / "steps_3-5") == [3] and [p.name for p in (run / "profile").iterdir()] == ["plugins"]
     first = capsys.readouterr().out
-    assert f"\nprofile of steps 2 to 3 in {run / 'profile'}\n" in first
+    assert f"\nprofile of steps 3 to 3 in {run / 'profile'}\n" in first
     lines = log.read_text().splitlines(keepends=True)
     assert re.fullmatch(rf"# 20.* process {os.getpid()} on .*\n", lines[0]) and "".join(lines[1:]) == first
     train(dataclasses.replace(config, profile="4:4", stop_after=None))
