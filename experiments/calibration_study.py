@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
     for part, labels in ((0, "model"), (1, "model"), (0, "text")):
         ids = [checkpoint.tokenizer.encode(t)[: length + 1] for t in texts(args.corpus, SOURCES, part, 20 * length)]
         batches = [np.array([of]) for of in ids[: args.batches]]
-        options = {"sites": sites, "feedback": True, "gradients": False, "labels": labels, "say": print}
+        options = {"sites": sites, "feedback": True, "gradients": False, "labels": labels, "exponent": 0, "say": print}
         found.append(run(model, batches, plans.CANDIDATES, **options))
     (first, loss), (second, _), (by_text, _) = found
     both = [plans.by_layer(statistics) for statistics in (first, second)]

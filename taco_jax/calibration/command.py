@@ -325,7 +325,7 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
     try:
         measured, loss = measure(
             model, read, measured_codecs, sites=subject.sites, feedback=subject.feedback, gradients=training,
-            say=cli.say,
+            exponent=None if training else 0, say=cli.say,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from None

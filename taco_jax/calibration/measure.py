@@ -147,6 +147,7 @@ def measure(
     feedback: bool,
     gradients: bool,
     labels: str = LABELS[0],
+    exponent: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[tuple[str, str], Statistics], float]:
     """Returns ({(site, direction): Statistics} of all messages that are sent, the exact loss in nats a token).
@@ -158,11 +159,15 @@ def measure(
       feedback: also measure errors that the next sum takes along (whole sequences, no normalised sums).
       gradients: measure what errors do to the parameters' gradient.
       labels: of forward messages' gradients, "model" or "text".
+      exponent: of site scales, 0 in inference; None: by the largest value, as the trainer calibrates them.
 
     Raises:
       ValueError: a loss that is not finite.
     """
-    make = lambda codecs, gradients: Program(model, Probe(codecs, as_codec(REFERENCE)), sites, feedback, gradients)
+    probe = Probe((), as_codec(REFERENCE), exponent=exponent)
+    make = lambda codecs, gradients: Program(
+        model, dataclasses.replace(probe, codecs=codecs), sites, feedback, gradients
+    )
     program = make(tuple(as_codec(codec) for codec in codecs), False)
     injected = make((), True) if gradients else None  # without candidates, which would be measured each time
     draw = Draw(model)

@@ -22,9 +22,10 @@ GUARD_DB = 3.0
 EXACT_BITS = 16.0
 
 CANDIDATES = (
-    "int4h,element=int3,block=32,scale=ue5m3", "int4h,scale=ue5m3", "int4h", "int4h,block=32,scale=ue5m3",
-    "int4h,block=16,scale=ue5m3", "int4h,rotation=none,block=32,scale=ue5m3", "mxfp4", "mxfp4,block=16,scale=ue5m3",
-    "tah4", "int5h", "int5h,block=32,scale=ue5m3", "int6h", "int6h,block=32,scale=ue5m3", "int8h",
+    "int4h,element=int3,block=32,scale=ue5m3", "int4h,scale=ue5m3", "int4h", "int4h,block=64,scale=ue5m3",
+    "int4h,block=32,scale=ue5m3", "int4h,block=16,scale=ue5m3", "int4h,rotation=none,block=32,scale=ue5m3",
+    "mxfp4", "mxfp4,block=16,scale=ue5m3", "tah4", "int5h,scale=ue5m3", "int5h", "int5h,block=32,scale=ue5m3",
+    "int6h", "int6h,block=32,scale=ue5m3", "int8h",
 )  # fmt: skip
 """The candidates where --codecs does not say others: of 3 to 8 bits, in blocks of 16 to 128, rotated and not."""
 

@@ -6,7 +6,7 @@ forward message, row 1 of the backward one, as sums over what this device has:
     x    the values that a rank hands in: its terms of a sum, its shard of a gather
     y    the result, e = y(codec) - y of each candidate, g the gradient of the loss at y
     fed  g of an error that the next sum takes along: it passes one sublayer only, so that g is the gradient at y less
-         the gradient at the next sum (`taco_jax.models.projections`); the carrier of error feedback brings it back
+         the gradient at the next sum (`taco_jax.models.projections`), which comes back as the cotangent of the error
 
 Squares of g e predict the rise of the loss, by a second-order expansion at the exact model with the Fisher matrix in
 the place of the Hessian, of which errors that know nothing of each other need the diagonal (docs/plans.md):
@@ -46,10 +46,14 @@ class Probe:
     """Call it in the place of an operation (`taco_jax.collectives.vjp.probed_by`).
 
     codecs: candidates. injected: the codec whose error a message gets where its switch is on, None for no switches.
+    before: the codec of the sum before one with feedback: its error is part of what candidates are measured on, since
+      they send it. exponent: of site scales; None: by the largest value, as a run calibrates them.
     """
 
     codecs: tuple[Codec, ...]
     injected: Codec | None = None
+    before: Codec = as_codec("int5h")
+    exponent: int | None = None
 
     def width(self, channels: int) -> int:
         """Returns K, the columns of a slot."""
@@ -64,21 +68,28 @@ class Probe:
         return by_name(HEAD, head), by_name(OF_CODEC, of_codec), rest[..., size:]
 
     def __call__(self, operation: Operation, x, switches: jax.Array, slot: jax.Array):
-        """Returns the exact y, or (y, carrier) of (x, carrier).
+        """Returns the exact y; with feedback, of x and the error of the sum before, (exact sum of x, the next error).
 
         switches: int32[2], 1 where the forward or the backward message gets the error of `injected`.
         """
         return _probed(self, operation, x, switches, slot)
 
-    def _row(self, operation: Operation, direction: str, x, y, width: int, g=None, g_fed=None) -> jax.Array:
-        """Returns the measures float32[width] of a message that made y of x. g, g_fed: None where there is none."""
+    def _row(self, operation: Operation, direction: str, x, y, width: int, error=None, g=None, g_fed=None) -> jax.Array:
+        """Returns the measures float32[width] of a message that made y of x.
+
+        error: of the sum before, which is sent with x. g, g_fed: None where there is none.
+        """
         x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
         squares = jnp.square(x32)
         head = [0.0, x.size, jnp.sum(squares), jnp.sum(jnp.square(squares)), y.size, jnp.sum(jnp.square(y32))]
         columns = []
+        x_sent, y_exact = x, y32
+        if error is not None:
+            x_sent = x + error
+            y_exact = self.sent(operation, direction, EXACT, x_sent).astype(jnp.float32)
         for codec in self.codecs:
-            error = _sent(operation, direction, codec, x).astype(jnp.float32) - y32
-            columns += [jnp.sum(jnp.square(error)), *_felt(error, g), *_felt(error, g_fed)]
+            lost = self.sent(operation, direction, codec, x_sent).astype(jnp.float32) - y_exact
+            columns += [jnp.sum(jnp.square(lost)), *_felt(lost, g), *_felt(lost, g_fed)]
         channels = jnp.sum(squares, axis=tuple(range(x.ndim - 1)))
         vary = lambda value: to_varying(jnp.asarray(value, jnp.float32), _axes(x, y, g))
         row = jnp.stack([vary(value) for value in (*head, *columns)])
@@ -86,6 +97,24 @@ class Probe:
         if row.size != width:
             raise ValueError(f"probe: a slot of {width} columns, of {x.shape[-1]} channels must have {row.size}")
         return row
+
+    def sent(self, operation: Operation, direction: str, codec: Codec, x, *, feedback: bool = False):
+        """Returns the result of one direction's message in another codec, flat; with feedback (result, error)."""
+        change = lambda m: dataclasses.replace(m, codec=EXACT, feedback=False, with_stats=False, local=0, between=None)
+        plain = dataclasses.replace(operation, forward=change(operation.forward), backward=change(operation.backward))
+        message = dataclasses.replace(getattr(plain, direction), codec=codec.of(x.shape), feedback=feedback)
+        exponents = None
+        if not codec.exact and codec.scale in ("ue5m3", "site"):
+            exponents = jnp.full((2,), self._exponent(codec, x), jnp.int32)
+        return send_once(dataclasses.replace(plain, **{direction: message}), direction, x, exponents)
+
+    def _exponent(self, codec: Codec, x: jax.Array) -> jax.Array | int:
+        if self.exponent is not None:
+            return self.exponent
+        maximum = (tah.HIGH if codec.mixed else ELEMENTS[codec.element]).maximum
+        peak = jnp.max(jnp.abs(x.astype(jnp.float32))) / maximum
+        peak = lax.pmax(peak, tuple(varying_axes(peak))) if varying_axes(peak) else peak
+        return ceil_log2(jnp.maximum(peak, 2.0**-126))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -95,16 +124,18 @@ def _probed(probe: Probe, operation: Operation, x, switches, slot):
 
 def _probed_fwd(probe, operation, x, switches, slot):
     fed = operation.forward.feedback
-    own, carrier = x if fed else (x, None)
-    y = _sent(operation, "forward", EXACT, own)
-    exact = y
+    own, error = x if fed else (x, None)
+    exact = y = probe.sent(operation, "forward", EXACT, own)
     if probe.injected is not None and _speaks(operation, "forward"):
-        y = _switched(y, _sent(operation, "forward", probe.injected, own), switches[0])
-    return ((y, carrier) if fed else y), (own, exact, switches, slot, carrier if fed else None)
+        y = _switched(y, probe.sent(operation, "forward", probe.injected, own), switches[0])
+    if fed:
+        carrier = probe.sent(operation, "forward", probe.before, own + error, feedback=True)[1].astype(error.dtype)
+        y = y, to_varying(carrier, varying_axes(error))
+    return y, (own, exact, switches, slot, error)
 
 
 def _probed_bwd(probe, operation, residuals, ct):
-    x, y, switches, slot, carrier = residuals
+    x, y, switches, slot, error = residuals
     fed, width = operation.forward.feedback, slot.shape[-1]
     g, after = ct if fed else (ct, None)
     rows = [jnp.zeros_like(slot[0]), jnp.zeros_like(slot[0])]
@@ -114,15 +145,16 @@ def _probed_bwd(probe, operation, residuals, ct):
             whole = lax.psum(g, operation.forward.axis)  # of what every rank makes of the same y
         g32 = whole.astype(jnp.float32)
         g_fed = g32 - lax.pmean(after, operation.forward.axis).astype(jnp.float32) if fed else None
-        rows[0] = as_slot(probe._row(operation, "forward", x, y, width, g=g32, g_fed=g_fed), slot[0])
-    dx = _sent(operation, "backward", EXACT, g)
+        row = probe._row(operation, "forward", x, y, width, error=error, g=g32, g_fed=g_fed)
+        rows[0] = as_slot(row, slot[0])
+    dx = probe.sent(operation, "backward", EXACT, g)
     if _speaks(operation, "backward"):
         rows[1] = as_slot(probe._row(operation, "backward", g, dx, width), slot[0])
         if probe.injected is not None:
-            dx = _switched(dx, _sent(operation, "backward", probe.injected, g), switches[1])
+            dx = _switched(dx, probe.sent(operation, "backward", probe.injected, g), switches[1])
     if fed:
-        # Not the carrier's own gradient, which is zero, but what the sum before this one needs to know.
-        dx = dx, to_varying(g.astype(carrier.dtype), varying_axes(carrier))
+        # Not the gradient of the error, which has none, but what the sum before this one needs to know.
+        dx = dx, to_varying(g.astype(error.dtype), varying_axes(error))
     return dx, None, jnp.stack(rows)
 
 
@@ -134,20 +166,6 @@ def _speaks(operation: Operation, direction: str) -> bool:
     return not silent and not (
         operation.name == "all_gather" and operation.to == "invarying" and direction != "forward"
     )
-
-
-def _sent(operation: Operation, direction: str, codec: Codec, x) -> jax.Array:
-    """The result of one direction's message in another codec, flat and without feedback."""
-    change = lambda m: dataclasses.replace(m, codec=EXACT, feedback=False, with_stats=False, local=0, between=None)
-    plain = dataclasses.replace(operation, forward=change(operation.forward), backward=change(operation.backward))
-    message = dataclasses.replace(getattr(plain, direction), codec=codec.of(x.shape))
-    exponents = None
-    if not codec.exact and codec.scale in ("ue5m3", "site"):
-        maximum = (tah.HIGH if codec.mixed else ELEMENTS[codec.element]).maximum
-        peak = jnp.max(jnp.abs(x.astype(jnp.float32))) / maximum
-        peak = lax.pmax(peak, tuple(varying_axes(peak))) if varying_axes(peak) else peak
-        exponents = jnp.full((2,), ceil_log2(jnp.maximum(peak, 2.0**-126)), jnp.int32)
-    return send_once(dataclasses.replace(plain, **{direction: message}), direction, x, exponents)
 
 
 def _switched(y: jax.Array, sent: jax.Array, switch: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ def _statistics(gradient_error=None, layers=2, diagonal=(0.4, 4.0), fed=(0.1, 1.
     channels = np.ones((2, 2, 8))
     channels[:, 0, 2] = 37.0  # 6.08 times the others' root mean square; in one of two layers
     channels[:, :, 5] = 36.5
+    channels[:, :, 6] = 20.0  # 4.5 times
     return Statistics(CODECS, head | {"signal": np.array(SIGNAL)}, of_codec, channels, 8, layers, 2, gradient_error)
 
 

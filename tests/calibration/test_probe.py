@@ -85,6 +85,14 @@ def _check_errors(read, direction, errors, g, g_fed=None, copies=1):
             np.testing.assert_allclose(of_codec[name][row, k], copies * value, rtol=2e-3, atol=1e-9, err_msg=name)
 
 
+def _errors_left(x_P, codec):
+    """Each rank's error of a sum of x_P, by the collective itself."""
+    options = dataclasses.replace(OPTIONS, forward=codec, backward=codec)
+    local = lambda x: collectives.psum_with_feedback(x[0], "tp", compression=options)[1][None]
+    mapped = jax.shard_map(local, mesh=make_mesh(tp=RANKS), in_specs=P("tp"), out_specs=P("tp"))
+    return np.asarray(jax.jit(mapped)(x_P))
+
+
 def test_sums_that_feed_back():
     """The second sum's gradient is what an error of the first one, taken along, no longer meets."""
     x1_P, x2_P, c1, c2 = _values(0, RANKS), _values(1, RANKS), _values(2), _values(3)
@@ -99,9 +107,12 @@ def test_sums_that_feed_back():
     (first, second), gradient, y1 = _run(loss, x1_P, x2_P, c1, c2)
     np.testing.assert_allclose(y1, x1_P.sum(0), rtol=1e-5, atol=1e-5)  # exact sums, and exact gradients
     np.testing.assert_allclose(gradient, np.broadcast_to(c1, gradient.shape), rtol=1e-6)
-    for read, x_P, g, g_fed in ((first, x1_P, c1, c1 - c2), (second, x2_P, c2, c2)):
+    # The second sum sends what one in `before` has left, and loses of both together.
+    before_P = _errors_left(x1_P, "int5h")
+    for read, x_P, error_P, g, g_fed in ((first, x1_P, 0 * x1_P, c1, c1 - c2), (second, x2_P, before_P, c2, c2)):
         _check_head(read, "forward", x_P, x_P.sum(0), copies=RANKS)
-        errors = [model_two_shot(reference, x_P, None)[0][0] - x_P.sum(0) for reference in _references()]
+        sent_P = x_P + error_P
+        errors = [model_two_shot(reference, sent_P, None)[0][0] - sent_P.sum(0) for reference in _references()]
         _check_errors(read, "forward", errors, g, g_fed, copies=RANKS)
         assert not read[0]["values"][1]  # the way back sends nothing
 

@@ -16,6 +16,14 @@ MUTANTS = (
         PROBE,
     ),
     Mutant(
+        "calibration-before",
+        "candidates are measured without the error of the sum before, which they send too",
+        "taco_jax/calibration/probe.py",
+        "            x_sent = x + error\n",
+        "            x_sent = x\n",
+        PROBE,
+    ),
+    Mutant(
         "calibration-gather",
         "the gradient at a gather's result is that of one rank",
         "taco_jax/calibration/probe.py",
