@@ -26,6 +26,7 @@ DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
 OPTIMIZERS = ("adamw", "lion", "muon")
+GUARDS = (None, "off", "warn", "act")
 LEARNING_RATES = ("cosine", "linear", "wsd", "constant")
 MOMENT_DTYPES = ("float32", "bfloat16")
 
@@ -109,10 +110,18 @@ class CompressionConfig(Checked):
     """First steps that only measure: every site runs uncalibrated until they are over."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites: pairs PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h:int6h; first match wins."""
+    guard: str | None = None
+    """What happens where a site's SNR falls: off, warn, or act (more bits); None: warn with a plan's file, else off."""
+    guard_margin_db: float = 3.0
+    """dB that a site's SNR may fall below its first measurements, where no plan's file gives its bound."""
+    guard_patience: int = 3
+    """Measurements in a row that must fail before the guard acts or warns, and pass before it goes back."""
 
     def check_fields(self) -> None:
-        self.at_least(1, "history")
+        self.at_least(1, "history", "guard_patience")
         self.at_least(0, "calibration_steps")
+        self.one_of("guard", GUARDS)
+        self.above_0("guard_margin_db", more=", such as 3")
         site_compression(self)
         for pattern, codecs in self.plan.items():
             if not (isinstance(pattern, str) and isinstance(codecs, str)):
