@@ -84,6 +84,7 @@ def text_of(codec: Codec) -> str:
     differing = {
         name: [f.name for f in dataclasses.fields(Codec) if getattr(codec, f.name) != getattr(preset, f.name)]
         for name, preset in CODECS.items()
+        if preset.per_token == codec.per_token
     }
     base = min(differing, key=lambda name: ("element" in differing[name], len(differing[name]), name))
     return ",".join([base, *(f"{field}={getattr(codec, field)}" for field in differing[base])])
@@ -186,8 +187,8 @@ class Guard:
         now = self.ways.get(way)
         if now is None or now.codec != stored.codecs[0]:
             if stored.moved:
-                has = f"is in {now.codec}" if now is not None else "is no longer sent in a codec"
-                self.remarks.append(f"guard: {way} was moved to {stored.codec}, and {has} now: it starts anew")
+                has = f"in {now.codec}" if now is not None else "no longer sent in a codec"
+                self.remarks.append(f"guard: {way} was moved to {stored.codec}, and is now {has}: it starts anew")
             return
         if self.mode != "act" and stored.moved:
             self.remarks.append(
