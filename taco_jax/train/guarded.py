@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from taco_jax.codec import as_codec
 from taco_jax.config import TrainConfig
 from taco_jax.train import step as step_lib
 from taco_jax.train.guard import Budget, Event, Guard, text_of
@@ -134,13 +133,14 @@ def mode_and_bounds(config: TrainConfig) -> tuple[str, dict[str, float]]:
 
 
 def ways_of(program: step_lib.Program) -> dict[str, str]:
-    """Returns {"SITE/DIRECTION": the text of its codec} of what a program sends compressed."""
-    ways = {}
-    for site, compression in program.parallel.plan:
-        for direction, codec in zip(_DIRECTIONS, compression.codecs if compression is not None else ()):
-            if not codec.exact:
-                ways[f"{site}/{direction}"] = text_of(as_codec(codec))
-    return ways
+    """Returns {"SITE/DIRECTION": the text of its codec} of what a program sends compressed, by its site table."""
+    sent = {(row.site, row.direction) for row in program.table.rows() if row.codec != "none"}
+    return {
+        f"{site}/{direction}": text_of(codec)
+        for site, compression in program.parallel.plan
+        for direction, codec in zip(_DIRECTIONS, compression.codecs if compression is not None else ())
+        if (site, direction) in sent
+    }
 
 
 def line(step: int, events: list[Event], patience: int, seconds: float | None) -> str:

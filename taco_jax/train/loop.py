@@ -211,8 +211,10 @@ class Run:
 
     def _begin_guard(self, state: dict[str, Any] | None) -> list[str]:
         """Puts a guard in place, and the codecs that a checkpoint's guard had moved sites to. Returns remarks."""
-        from taco_jax.train.guarded import GuardedPrograms
+        from taco_jax.train.guarded import GuardedPrograms, mode_and_bounds
 
+        if state is None and mode_and_bounds(self.config)[0] == "off":
+            return []
         guard = GuardedPrograms(self.config, self.program, self.step, state)
         remarks = guard.guard.remarks
         if guard.guard.mode == "off":

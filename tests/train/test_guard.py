@@ -72,9 +72,9 @@ def test_a_way_moves_when_it_has_failed_several_times_in_a_row():
 
 
 def test_a_way_moves_as_far_as_it_must():
-    for snr_db, codec in ((11, "int5h"), (8, "int6h"), (-5, "int8h"), (-20, "none")):
+    for snr, codec in ((11, "int5h"), (8, "int6h"), (-5, "int8h"), (-20, "none")):
         made = started(patience=1)
-        assert feed(made, snr_db)[0][0].after == codec, snr_db
+        assert feed(made, snr)[0][0].after == codec, snr
     # Three times as many flushed values as before are too many for one bit more, though the SNR would be enough.
     made = started(patience=1)
     assert made.observe(measured(14, flushed=0.65))[0].after == "int6h"
@@ -126,10 +126,9 @@ def test_each_return_makes_the_next_one_take_twice_as_long():
     made, took = started(), []
     for _ in range(4):
         feed(made, 14, 14, 14)
-        for n in range(1, 100):
-            if feed(made, 18, former=True)[0]:
-                break
-        took.append(n)
+        took.append(1)
+        while not feed(made, 18, former=True)[0]:
+            took[-1] += 1
     assert took == [3, 6, 12, 24]
 
 

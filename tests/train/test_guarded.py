@@ -15,28 +15,34 @@ from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
     DataConfig,
+    DataParallelConfig,
     EvalConfig,
+    LoraConfig,
     MeshConfig,
     MetricsConfig,
     OptimizerConfig,
+    PipelineConfig,
     TrainConfig,
 )
 from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
 from taco_jax.models.config import ModelConfig
 from taco_jax.train import loop, step
+from taco_jax.train.guard import FORMER_EVERY, Event, ladder, text_of
 from taco_jax.train.guarded import GuardedPrograms
 from taco_jax.train.metrics import read_records
 
 # Blocks of 64, as wide as the residual stream, without a rotation: one large channel takes a bit and more from all
 # others. Every second step is measured, every eighth the codecs before.
-PLAIN, SITE = "int4h,block=64,rotation=none", "layers/attn/out"
-BETTER = PLAIN.replace("int4h", "int6h")
+PLAIN, BETTER = "int4h,block=64,rotation=none", "int6h,block=64,rotation=none"
+SITE = "layers/attn/out"
 CONFIG = check(
     TrainConfig(
         model=ModelConfig(d_model=64, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=16, d_mlp=64),
         mesh=MeshConfig(tp=2),
-        compression=CompressionConfig(PLAIN, "int8h", min_bytes=0, guard="act", guard_patience=2),
+        compression=CompressionConfig(
+            "none", "none", min_bytes=0, plan={SITE: f"{PLAIN}:none"}, guard="act", guard_patience=2
+        ),
         data=DataConfig(sequence_length=32, prefetch=0),
         optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=0),
         checkpoint=CheckpointConfig(every=1000),
@@ -59,7 +65,7 @@ def programs():
 @contextlib.contextmanager
 def outliers(*, at: dict[int, float]):
     """Within it one channel of what attention adds to the residual stream is multiplied, after the steps `at`, by the
-    factor there."""
+    factor there. Yields the programs in force after each step."""
     unchanged = loop.Run.finish
 
     def scaled(factor, path, w):
@@ -71,22 +77,25 @@ def outliers(*, at: dict[int, float]):
 
     def finish(run, at_step, *arguments, **options):
         unchanged(run, at_step, *arguments, **options)
+        programs[at_step] = run.program
         if at_step in at:
             change = lambda path, w: scaled(at[at_step], path, w)
             params = jax.tree_util.tree_map_with_path(change, run.state.params)
             run.state = dataclasses.replace(run.state, params=params)
 
+    programs = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "finish", finish)
-        yield
+        yield programs
 
 
 def run(workdir, stop_after, *, guard="act", at=None, **changes):
     compression = dataclasses.replace(CONFIG.compression, guard=guard, **changes.pop("compression", {}))
-    with outliers(at=at or {}):
+    with outliers(at=at or {}) as programs:
         loop.train(dataclasses.replace(
             CONFIG, workdir=str(workdir), stop_after=stop_after, compression=compression, **changes
         ))  # fmt: skip
+    run.programs = programs
     return {record["step"]: record for record in read_records(workdir / "metrics.jsonl")}
 
 
@@ -102,7 +111,7 @@ def test_outliers_that_grow_move_a_site_and_it_goes_back_when_they_are_gone(tmp_
     ((event,),) = events(records).values()
     assert events(records).keys() == {12}  # the second measurement with outliers
     assert {key: event[key] for key in ("kind", "site", "direction", "from", "to", "why", "first_step")} == {
-        "kind": "raise", "site": SITE, "direction": "forward", "from": PLAIN_NAME, "to": BETTER_NAME, "why": "snr",
+        "kind": "raise", "site": SITE, "direction": "forward", "from": PLAIN, "to": BETTER, "why": "snr",
         "first_step": 13,
     }  # fmt: skip
     first = np.median([records[s]["sites"][f"{SITE}/forward"]["snr_db"] for s in (2, 4, 6)])
@@ -110,31 +119,122 @@ def test_outliers_that_grow_move_a_site_and_it_goes_back_when_they_are_gone(tmp_
     assert event["snr_db"] == records[12]["sites"][f"{SITE}/forward"]["snr_db"] and event["compile_seconds"] > 0
     lines = [line for line in out.splitlines() if line.startswith("guard: step")]
     assert len(lines) == 1 and re.fullmatch(
-        rf"guard: step 12: {SITE} forward {PLAIN_NAME} -> {BETTER_NAME} \(SNR 1\d\.\d dB, bound 1\d\.\d, 2 in a row\); "
+        rf"guard: step 12: {SITE} forward {PLAIN} -> {BETTER} \(SNR 1\d\.\d dB, bound 1\d\.\d, 2 in a row\); "
         r"from step 13 on, compiled in \d+ s", lines[0],
     )  # fmt: skip
-    # What is sent then is what the site table of a run with such a plan says.
+    # Bytes of the records, and of what is compiled.
     assert records[14]["comm_bytes"] - records[12]["comm_bytes"] == more_bytes()
+    before, after = (bytes_in(run.programs[s]) for s in (11, 12))
+    assert after - before == more_bytes() * 2  # a sum of two ranks gathers both wires
     assert records[14]["sites"][f"{SITE}/forward"]["snr_db"] > event["bound_db"] + 1.5
 
     records = run(workdir, 44, at={16: 1 / 20})
     out = capsys.readouterr().out
-    assert f"resumed from step 14\n" in out and f"moved: {SITE}/forward {BETTER_NAME} instead of {PLAIN_NAME}" in out
+    assert "resumed from step 14\n" in out and f"moved: {SITE}/forward {BETTER} instead of {PLAIN}" in out
     assert records[16]["comm_bytes"] == records[14]["comm_bytes"]
     (at,) = events(records).keys() - {12}
     (event,) = events(records)[at]
     # Measurements of the codec before: every fourth one; the first of them came before the outliers were gone, or not.
-    assert at in (24, 32) and event["kind"] == "back" and event["to"] == PLAIN_NAME
+    assert at in (24, 32) and event["kind"] == "back" and event["to"] == PLAIN
     assert event["snr_db"] == pytest.approx(first, abs=1)
-    assert f"{SITE} forward {BETTER_NAME} -> {PLAIN_NAME} again ({PLAIN_NAME} has SNR" in out
+    assert f"{SITE} forward {BETTER} -> {PLAIN} again ({PLAIN} has SNR" in out
     assert records[at + 2]["comm_bytes"] == records[12]["comm_bytes"]
     assert records[at + 2]["sites"][f"{SITE}/forward"]["snr_db"] == pytest.approx(first, abs=1)
-
-
-PLAIN_NAME, BETTER_NAME = "int4h,block=64,rotation=none", "int6h,block=64,rotation=none"
 
 
 def more_bytes():
     """What the site's forward messages take more in the better codec, by the bytes of its wires."""
     elements = CONFIG.global_batch * CONFIG.data.sequence_length * CONFIG.model.d_model
     return as_codec(BETTER).wire_bytes(elements) - as_codec(PLAIN).wire_bytes(elements)
+
+
+def bytes_in(program):
+    """What all sums of a compiled step bring in codecs, counted in its HLO."""
+    return sum(elements for _, dtype, elements in collectives(program.step) if dtype == "uint8")
+
+
+def test_a_warning_changes_nothing(tmp_path, capsys):
+    records = run(tmp_path / "run", 16, guard="warn", at={8: 20.0})
+    ((event,),) = events(records).values()
+    assert events(records).keys() == {12} and event["kind"] == "warn" and event["to"] == BETTER
+    assert "first_step" not in event and len({record["comm_bytes"] for record in records.values()}) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: step")]
+    assert len(lines) == 1 and re.fullmatch(
+        rf"guard: step 12: {SITE} forward stays in {PLAIN} \(SNR 1\d\.\d dB, bound 1\d\.\d, 2 in a row; "
+        rf"compression.guard=act would send it in {BETTER}\)", lines[0],
+    )  # fmt: skip
+
+
+SETTINGS = {
+    "taco": {"compression": {"forward": "taco"}},
+    "accumulation": {"accumulation": 2},
+    "feedback": {"compression": {"error_feedback": True, "backward_error_feedback": True}},
+    "chains": {"chains": 2},
+    "sequence-parallel": {"sequence_parallel": True},
+    "gpipe": {"mesh": MeshConfig(dp=2, pp=2, tp=2), "pipeline": PipelineConfig(microbatches=2)},
+    "1f1b": {"mesh": MeshConfig(pp=2, tp=2), "pipeline": PipelineConfig(schedule="1f1b", microbatches=2)},
+    "circular": {"mesh": MeshConfig(pp=2, tp=2), "pipeline": PipelineConfig(schedule="circular", microbatches=2)},
+    "zero1": {"mesh": MeshConfig(dp=2, tp=2), "data_parallel": DataParallelConfig(zero1=True)},
+    "levels": {"mesh": MeshConfig(tp=4, devices_per_host=2), "compression": {"between_hosts": "int4h"}},
+    "adapters": {"lora": LoraConfig(rank=4)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_programs_of_moved_codecs(name):
+    """With each: what is measured apart is what the step measures; a step in other codecs, and in exact ones, keeps the
+    state's form and the loss; the way back is the first program."""
+    changes = dict(SETTINGS[name])
+    options = {"forward": "int6h", "backward": "int8h", "guard": "act", "guard_patience": 1, "calibration_steps": 1}
+    compression = CompressionConfig(**options | {"min_bytes": 0} | changes.pop("compression", {}))
+    model = dataclasses.replace(CONFIG.model, n_layers=4)
+    config = check(dataclasses.replace(CONFIG, model=model, global_batch=8, compression=compression, **changes))
+    mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
+    program = step.build(config, mesh)
+    guarded = GuardedPrograms(config, program, 0, None)
+    ways = guarded.guard.ways
+    assert set(ways) >= {"layers/attn/out/forward", "head/backward"}
+    assert ("pp/act/forward" in ways) == (mesh.shape["pp"] > 1)
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 33)).astype(np.int32)
+    batch = {"tokens": jax.device_put(tokens, program.batch_sharding)}
+    state, _ = program.step(program.init(jax.random.key(0)), batch)
+    apart = step.summarise_stats(jax.device_get(program.measure(state, batch)))
+    state, metrics = program.step_with_stats(state, batch)
+    within, loss = step.summarise_stats(jax.device_get(metrics["stats"])), float(metrics["loss"])
+    assert apart.keys() == within.keys() == set(ways)
+    for way in ways:
+        assert apart[way]["snr_db"] == pytest.approx(within[way]["snr_db"], abs=0.01), way
+
+    # Every way but one to something better, some of them exact.
+    structure = jax.tree.structure(state)
+    moving = {way: known for way, known in ways.items() if way != "head/backward"}
+    for i, known in enumerate(moving.values()):
+        known.codecs.append(text_of(ladder(as_codec(known.codec))[-1 if i % 2 else 0]))
+    events = [Event("raise", way, *known.codecs, "snr", 1.0, 0.0, 0.0, 2.0) for way, known in moving.items()]
+    state, _ = guarded.change(events, state)
+    assert jax.tree.structure(state) == structure
+    state, _ = guarded.program.step(state, batch)
+    state, metrics = guarded.program.step_with_stats(state, batch)
+    stats = jax.device_get(metrics["stats"])
+    better, rows = step.summarise_stats(stats), guarded.program.table.rows()
+    assert abs(float(metrics["loss"]) - loss) < 0.1 and float(metrics["skipped"]) == 0
+    assert better.keys() == {way for way, known in ways.items() if known.codec != "none"}
+    codecs = {f"{row.site}/{row.direction}": row.codec for row in rows if row.kind == "activation"}
+    assert {way: codecs[way] for way in ways} == {way: as_codec(known.codec).name for way, known in ways.items()}
+    for way in moving.keys() & better.keys():
+        assert better[way]["snr_db"] > apart[way]["snr_db"] + 3, way
+
+    # All measured as they would be in the codecs before, which changes nothing.
+    guarded.budget._count = FORMER_EVERY - 1
+    guarded.guard._bounds = {way: values["snr_db"] - 2 for way, values in apart.items()}
+    before = jax.device_get(state.params)
+    events = guarded.measured(4, stats, state, batch)
+    assert {event.way: event.kind for event in events} == dict.fromkeys(moving, "back")
+    for event in events:
+        assert event.snr_db == pytest.approx(apart[event.way]["snr_db"], abs=1.0), event.way
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.params)))
+    state, _ = guarded.change(events, state)
+    assert guarded.program is program and guarded.guard.moved == {}
+    _, metrics = program.step(state, batch)
+    assert abs(float(metrics["loss"]) - loss) < 0.1
