@@ -1,13 +1,14 @@
 """A run with a guard: outliers that grow and go, the line, the record, the program afterwards, resuming."""
 
-import contextlib
 import dataclasses
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from hlo import collectives
+from outliers import outliers
 from programs import shared_programs
 
 from taco_jax.codec import as_codec
@@ -62,36 +63,10 @@ def programs():
         yield
 
 
-@contextlib.contextmanager
-def outliers(*, at: dict[int, float]):
-    """Within it one channel of what attention adds to the residual stream is multiplied, after the steps `at`, by the
-    factor there. Yields the programs in force after each step."""
-    unchanged = loop.Run.finish
-
-    def scaled(factor, path, w):
-        if tuple(key.key for key in path)[-3:] != ("attn", "out", "kernel"):
-            return w
-        values = np.array(w)
-        values[..., 0] *= factor
-        return jax.device_put(values, w.sharding)
-
-    def finish(run, at_step, *arguments, **options):
-        unchanged(run, at_step, *arguments, **options)
-        programs[at_step] = run.program
-        if at_step in at:
-            change = lambda path, w: scaled(at[at_step], path, w)
-            params = jax.tree_util.tree_map_with_path(change, run.state.params)
-            run.state = dataclasses.replace(run.state, params=params)
-
-    programs = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "finish", finish)
-        yield programs
-
-
 def run(workdir, stop_after, *, guard="act", at=None, **changes):
     compression = dataclasses.replace(CONFIG.compression, guard=guard, **changes.pop("compression", {}))
-    with outliers(at=at or {}) as programs:
+    programs = {}
+    with outliers(at or {}, lambda run, step: programs.update({step: run.program})):
         loop.train(dataclasses.replace(
             CONFIG, workdir=str(workdir), stop_after=stop_after, compression=compression, **changes
         ))  # fmt: skip
@@ -163,6 +138,38 @@ def test_a_warning_changes_nothing(tmp_path, capsys):
         rf"guard: step 12: {SITE} forward stays in {PLAIN} \(SNR 1\d\.\d dB, bound 1\d\.\d, 2 in a row; "
         rf"compression.guard=act would send it in {BETTER}\)", lines[0],
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_codec_that_a_site_moved_to_is_in_force_on_another_mesh_and_goes_with_the_guard(tmp_path, capsys):
+    records = run(tmp_path / "run", 12, at={8: 20.0})
+    (event,) = events(records)[12]
+    # The run ended with the step that decided: nothing was compiled for it.
+    assert event["compile_seconds"] is None and "from step 13 on\n" in capsys.readouterr().out
+    for mesh in (MeshConfig(dp=2, tp=4), MeshConfig(dp=2, pp=1, tp=2)):
+        copy = tmp_path / f"{mesh.dp}-{mesh.tp}"
+        shutil.copytree(tmp_path / "run", copy)
+        records = run(copy, 14, mesh=mesh)
+        moved = records[13]["comm"]["tp"]["bytes"]
+        assert f"moved: {SITE}/forward {BETTER} instead of {PLAIN}" in capsys.readouterr().out
+        assert BETTER in {row.codec for row in run.programs[13].table.rows() if row.site == SITE}
+        shutil.copytree(tmp_path / "run", copy.with_name("off"))
+        records = run(copy.with_name("off"), 14, mesh=mesh, guard="off")
+        out = capsys.readouterr().out
+        assert f"guard: {SITE}/forward goes back from {BETTER} to {PLAIN}, since compression.guard=off" in out
+        assert moved > records[13]["comm"]["tp"]["bytes"]
+        shutil.rmtree(copy.with_name("off"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+    """Stopped right after the move."""
+    whole = run(tmp_path / "whole", 20, at={8: 20.0})
+    run(tmp_path / "parts", 12, at={8: 20.0})
+    parts = run(tmp_path / "parts", 20)
+    assert events(parts).keys() == events(whole).keys() == {12}
+    assert [parts[s]["loss"] for s in (14, 20)] == pytest.approx([whole[s]["loss"] for s in (14, 20)], rel=1e-6)
+    assert [parts[s]["sites"] for s in (14, 20)] == [whole[s]["sites"] for s in (14, 20)]
 
 
 SETTINGS = {
