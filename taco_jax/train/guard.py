@@ -286,6 +286,8 @@ class Budget:
     """When to measure. Times are in plain steps, of which each brings SHARE, and a measurement takes what it costs.
 
     The first measurement comes after WARM_STEPS, on credit; from then on the account is never below 0 when one begins.
+    What is charged is usual: the median of the last costs, and at most one step for the first of a process, in which
+    kernels are loaded and links set up. A disk that stalls in a measured step does not silence the guard for days.
     """
 
     def __init__(self, step: int, every: int = 0, state: Mapping[str, Any] | None = None):
@@ -293,6 +295,7 @@ class Budget:
         self._every, self._warm = every, step + WARM_STEPS
         self._since, self._last, self._spent, self._count = step, 0, 0.0, 0
         self._plain: deque[float] = deque(maxlen=31)
+        self._costs: deque[float] = deque(maxlen=5)
         if state is not None:
             self._since, self._last, self._spent, self._count = (state[k] for k in ("since", "last", "spent", "count"))
 
@@ -319,10 +322,16 @@ class Budget:
         return seconds / statistics.median(self._plain) if self._plain else 0.0
 
     def measured(self, step: int, cost: float) -> None:
-        """Charges a measurement, or what else the guard took, in plain steps."""
+        """Charges a measurement that was made within a step. cost: what that took longer, in plain steps."""
         self._last = step
         self._count += 1
-        self.charge(cost)
+        self._costs.append(max(0.0, cost))
+        self._spent += self._usual if len(self._costs) > 1 else min(1.0, self._usual)
 
-    def charge(self, cost: float) -> None:
-        self._spent += max(0.0, cost)
+    def measured_former(self, cost: float) -> None:
+        """Charges a measurement of the codecs before, a step of its own."""
+        self._spent += min(max(0.0, cost), 2 * (1 + self._usual))
+
+    @property
+    def _usual(self) -> float:
+        return statistics.median_low(self._costs)

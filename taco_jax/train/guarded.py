@@ -88,7 +88,7 @@ class GuardedPrograms:
             start = time.perf_counter()
             stats = jax.device_get(measure(dataclasses.replace(state, scales=scales), batch))
             cost, stats = _agree(self.budget.cost(time.perf_counter() - start), stats)
-            self.budget.charge(cost)
+            self.budget.measured_former(cost)
             events = self.guard.observe_former(step_lib.summarise_stats(stats))
         return events
 

@@ -218,14 +218,25 @@ def spend(budget, cost, steps, start=0):
 
 
 def test_measurements_take_their_share_of_the_time_and_no_more():
-    for cost in (0.3, 1.7):
+    for cost in (0.3, 0.9):
         taken = spend(budget := Budget(0), cost, 10_000)
         assert taken[0] == WARM_STEPS and len(taken) > 2
         assert {b - a for a, b in zip(taken[1:], taken[2:])} <= {round(cost / SHARE) + n for n in (-1, 0, 1)}
-        assert all(cost * n <= SHARE * step for n, step in enumerate(taken)), "the account was below 0"
-        # One that costs more by the way, as the codecs before do, makes the next one wait.
-        budget.charge(cost)
-        assert spend(budget, cost, 20_000, start=10_000)[1] - taken[-1] > 2 * cost / SHARE
+        assert all(cost * n <= SHARE * step + 1e-9 for n, step in enumerate(taken)), "the account was below 0"
+        # The codecs before are measured in a step of their own, and the next measurement waits for that.
+        budget.measured_former(1.2)
+        assert spend(budget, cost, 20_000, start=10_000)[0] - taken[-1] == pytest.approx((cost + 1.2) / SHARE, abs=1)
+
+
+def test_what_is_charged_is_usual():
+    """Neither the first run of a program nor a machine that stalls once says what a measurement costs."""
+    assert spend(Budget(0), 40.0, 9000) == [10, 200, 8200]  # the first for one step, then what it is
+    budget = Budget(0)
+    for step, cost in ((10, 0.5), (20, 300.0), (30, 0.5), (40, 0.5)):
+        budget.measured(step, cost)
+    assert budget.state()["spent"] == pytest.approx(2.0)
+    budget.measured_former(300.0)
+    assert budget.state()["spent"] == pytest.approx(2.0 + 2 * 1.5)
 
 
 def test_measurements_that_cost_nothing_keep_a_distance():
