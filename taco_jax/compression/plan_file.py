@@ -82,9 +82,13 @@ class PlanFile:
     arrangement: Mapping[str, Any] | None = None
     source: str = dataclasses.field(default="plan", compare=False)
 
+    def rules(self, base: Compression | None = None) -> dict[str, Compression]:
+        """Returns the sites' compressions as rules of a `taco_jax.compression.Plan`."""
+        return {name: site.compression(base) for name, site in self.sites.items()}
+
     def plan(self, base: Compression | None = None) -> Plan:
         """Returns the plan of the sites; what is no codec (link, min_bytes...) is as in `base`."""
-        return Plan({name: site.compression(base) for name, site in self.sites.items()})
+        return Plan(self.rules(base))
 
     def check_model(self, shape: Mapping[str, Any], sites: Iterable[str] | None = None) -> None:
         """Raises ConfigError for a plan of another model, or of other sites (not looked at where None).
@@ -191,6 +195,40 @@ def of_dict(content: object, source: str = "plan") -> PlanFile:
     if arrangement is not None:
         _check_arrangement(arrangement, model, source)
     return PlanFile(sites, model, made, collectives, arrangement, source)
+
+
+def kept(path: str | os.PathLike) -> dict[str, str]:
+    """Returns {path: content}, what a run's settings hold of a plan's file, so that they need it no more.
+
+    Raises:
+      ConfigError: as `read`.
+    """
+    return {str(path): json.dumps(read(path).as_dict(), separators=(",", ":"))}
+
+
+def of_kept(rules: Mapping[str, str]) -> PlanFile | None:
+    """Returns the plan that `kept` made, None for a mapping of patterns to codecs.
+
+    Raises:
+      ConfigError: as `read`; a plan's file beside patterns.
+    """
+    paths = [key for key in rules if is_plan_path(key)] if isinstance(rules, Mapping) else []
+    if not paths:
+        return None
+    if len(rules) > 1:
+        other = next(key for key in rules if key != paths[0])
+        raise ConfigError(f"plan {paths[0]}: is a whole plan; leave {other!r} out, or write that codec into the file")
+    try:
+        content = json.loads(rules[paths[0]])
+    except (TypeError, ValueError):
+        raise ConfigError(f"plan {paths[0]}: must hold a plan's content; give the file by its path") from None
+    return of_dict(content, paths[0])
+
+
+def feeds_back(rules: Mapping[str, str]) -> bool:
+    """Returns whether a kept plan has sites with error feedback."""
+    planned = of_kept(rules)
+    return planned is not None and any(site.error_feedback for site in planned.sites.values())
 
 
 def _site(key: str, value: object) -> SitePlan:

@@ -129,7 +129,13 @@ def _compile(program: step_lib.Program) -> None:
 
 def mode_and_bounds(config: TrainConfig) -> tuple[str, dict[str, float]]:
     """Returns what the guard does, and the least SNR in dB of those ways that have a bound in a plan's file."""
-    return config.compression.guard or "off", {}
+    planned, bounds = config.compression.planned, {}
+    for site, plan in planned.sites.items() if planned is not None else ():
+        for direction in _DIRECTIONS:
+            bound = (getattr(plan, f"{direction}_measured") or {}).get("guard_snr_db")
+            if bound is not None:
+                bounds[f"{site}/{direction}"] = float(bound)
+    return config.compression.guard or ("off" if planned is None else "warn"), bounds
 
 
 def ways_of(program: step_lib.Program) -> dict[str, str]:

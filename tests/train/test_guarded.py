@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ from hlo import collectives
 from outliers import outliers
 from programs import shared_programs
 
-from taco_jax.codec import as_codec
+from taco_jax.codec import UNCALIBRATED, as_codec
+from taco_jax.compression import plan_file
+from taco_jax.compression.compression import Compression
+from taco_jax.compression.plan_file import SitePlan
 from taco_jax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -27,10 +31,11 @@ from taco_jax.config import (
 )
 from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
+from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
 from taco_jax.train import loop, step
 from taco_jax.train.guard import FORMER_EVERY, Event, ladder, text_of
-from taco_jax.train.guarded import GuardedPrograms
+from taco_jax.train.guarded import GuardedPrograms, mode_and_bounds
 from taco_jax.train.metrics import read_records
 
 # Blocks of 64, as wide as the residual stream, without a rotation: one large channel takes a bit and more from all
@@ -138,6 +143,43 @@ def test_a_warning_changes_nothing(tmp_path, capsys):
         rf"guard: step 12: {SITE} forward stays in {PLAIN} \(SNR 1\d\.\d dB, bound 1\d\.\d, 2 in a row; "
         rf"compression.guard=act would send it in {BETTER}\)", lines[0],
     )  # fmt: skip
+
+
+def test_a_plan_file_brings_bounds_and_warnings(tmp_path):
+    measured = {"snr_db": 21.5, "guard_snr_db": 18.5}
+    sites = {SITE: SitePlan(PLAIN, "int8h", forward_measured=measured, backward_measured={"snr_db": 44.0})}
+    path, names = tmp_path / "plan.json", decoder.site_names(CONFIG.model, 2)
+    plan_file.write(plan_file.PlanFile(sites, {"shape": plan_file.shape_of(CONFIG.model), "sites": names}), path)
+    for guard, mode in ((None, "warn"), ("off", "off"), ("act", "act")):
+        compression = CompressionConfig("none", "none", min_bytes=0, plan=str(path), guard=guard)
+        config = check(dataclasses.replace(CONFIG, compression=compression))
+        assert mode_and_bounds(config) == (mode, {f"{SITE}/forward": 18.5})
+    guarded = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
+    assert guarded.guard.bound(f"{SITE}/forward") == 18.5
+    # The other direction of the site is no message here: the column-parallel product before it has the gradient's.
+    assert list(guarded.guard.ways) == [f"{SITE}/forward"]
+    assert mode_and_bounds(dataclasses.replace(config, compression=CompressionConfig())) == ("off", {})
+
+
+def test_a_direction_in_another_codec_leaves_the_other_one():
+    plan = {SITE: Compression("int4h", backward="int8h", between_hosts="int4h", chunks=3), "head": None}
+    assert step.in_other_codecs(plan, {}) == plan
+    moved = step.in_other_codecs(plan, {f"{SITE}/backward": "none"})
+    assert moved == {SITE: Compression("int4h", backward="none", chunks=3), "head": None}
+    assert step.in_other_codecs(plan, {f"{SITE}/backward": "none", f"{SITE}/forward": "none"})[SITE] is None
+
+
+def test_a_site_that_changes_its_codec_starts_uncalibrated():
+    """Another element has other block scales, and those of a site that was exact are old."""
+    compression = CompressionConfig("taco", "taco", min_bytes=0, guard="act")
+    config = check(dataclasses.replace(CONFIG, compression=compression))
+    guarded = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
+    scales = jax.tree.map(lambda a: a + a.dtype.type(3), guarded.program.init_scales())
+    found = guarded._fresh_scales(SimpleNamespace(scales=scales), [f"{SITE}/forward"])
+    for site in scales:
+        changed = not jax.tree.all(jax.tree.map(np.array_equal, found[site], scales[site]))
+        assert changed == (site == SITE)
+    assert (np.array(found[SITE].exponents) == UNCALIBRATED).all() and not np.array(found[SITE].history).any()
 
 
 @pytest.mark.slow
