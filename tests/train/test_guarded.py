@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hlo import collectives
+from jax.experimental import multihost_utils
 from outliers import outliers
 from programs import shared_programs
 
@@ -33,7 +34,7 @@ from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.train import loop, step
+from taco_jax.train import guarded, loop, step
 from taco_jax.train.guard import FORMER_EVERY, Event, ladder, text_of
 from taco_jax.train.guarded import GuardedPrograms, mode_and_bounds
 from taco_jax.train.metrics import read_records
@@ -154,10 +155,10 @@ def test_a_plan_file_brings_bounds_and_warnings(tmp_path):
         compression = CompressionConfig("none", "none", min_bytes=0, plan=str(path), guard=guard)
         config = check(dataclasses.replace(CONFIG, compression=compression))
         assert mode_and_bounds(config) == (mode, {f"{SITE}/forward": 18.5})
-    guarded = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
-    assert guarded.guard.bound(f"{SITE}/forward") == 18.5
+    made = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
+    assert made.guard.bound(f"{SITE}/forward") == 18.5
     # The other direction of the site is no message here: the column-parallel product before it has the gradient's.
-    assert list(guarded.guard.ways) == [f"{SITE}/forward"]
+    assert list(made.guard.ways) == [f"{SITE}/forward"]
     assert mode_and_bounds(dataclasses.replace(config, compression=CompressionConfig())) == ("off", {})
 
 
@@ -173,13 +174,28 @@ def test_a_site_that_changes_its_codec_starts_uncalibrated():
     """Another element has other block scales, and those of a site that was exact are old."""
     compression = CompressionConfig("taco", "taco", min_bytes=0, guard="act")
     config = check(dataclasses.replace(CONFIG, compression=compression))
-    guarded = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
-    scales = jax.tree.map(lambda a: a + a.dtype.type(3), guarded.program.init_scales())
-    found = guarded._fresh_scales(SimpleNamespace(scales=scales), [f"{SITE}/forward"])
+    made = GuardedPrograms(config, step.build(config, make_mesh(tp=2)), 0, None)
+    scales = jax.tree.map(lambda a: a + a.dtype.type(3), made.program.init_scales())
+    found = made._fresh_scales(SimpleNamespace(scales=scales), [f"{SITE}/forward"])
     for site in scales:
         changed = not jax.tree.all(jax.tree.map(np.array_equal, found[site], scales[site]))
         assert changed == (site == SITE)
     assert (np.array(found[SITE].exponents) == UNCALIBRATED).all() and not np.array(found[SITE].history).any()
+
+
+def test_processes_take_what_the_first_one_measured(monkeypatch):
+    first = np.float32([0.5, *range(24)])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, "broadcast_one_to_all", lambda own: first if own.shape == first.shape else None
+    )
+    own = {"layers/b": np.full((1, 2, 6), 7.0), "a": np.full((2, 6), 8.0)}
+    cost, stats = guarded._agree(9.0, own)
+    assert cost == 0.5 and {name: values.shape for name, values in stats.items()} == {
+        "a": (2, 6),
+        "layers/b": (1, 2, 6),
+    }
+    assert stats["a"].ravel().tolist() == list(range(12)) and stats["layers/b"].ravel().tolist() == list(range(12, 24))
 
 
 @pytest.mark.slow
@@ -241,8 +257,8 @@ def test_programs_of_moved_codecs(name):
     config = check(dataclasses.replace(CONFIG, model=model, global_batch=8, compression=compression, **changes))
     mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
     program = step.build(config, mesh)
-    guarded = GuardedPrograms(config, program, 0, None)
-    ways = guarded.guard.ways
+    made = GuardedPrograms(config, program, 0, None)
+    ways = made.guard.ways
     assert set(ways) >= {"layers/attn/out/forward", "head/backward"}
     assert ("pp/act/forward" in ways) == (mesh.shape["pp"] > 1)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 33)).astype(np.int32)
@@ -261,12 +277,12 @@ def test_programs_of_moved_codecs(name):
     for i, known in enumerate(moving.values()):
         known.codecs.append(text_of(ladder(as_codec(known.codec))[-1 if i % 2 else 0]))
     events = [Event("raise", way, *known.codecs, "snr", 1.0, 0.0, 0.0, 2.0) for way, known in moving.items()]
-    state, _ = guarded.change(events, state)
+    state, _ = made.change(events, state)
     assert jax.tree.structure(state) == structure
-    state, _ = guarded.program.step(state, batch)
-    state, metrics = guarded.program.step_with_stats(state, batch)
+    state, _ = made.program.step(state, batch)
+    state, metrics = made.program.step_with_stats(state, batch)
     stats = jax.device_get(metrics["stats"])
-    better, rows = step.summarise_stats(stats), guarded.program.table.rows()
+    better, rows = step.summarise_stats(stats), made.program.table.rows()
     assert abs(float(metrics["loss"]) - loss) < 0.1 and float(metrics["skipped"]) == 0
     assert better.keys() == {way for way, known in ways.items() if known.codec != "none"}
     codecs = {f"{row.site}/{row.direction}": row.codec for row in rows if row.kind == "activation"}
@@ -275,15 +291,15 @@ def test_programs_of_moved_codecs(name):
         assert better[way]["snr_db"] > apart[way]["snr_db"] + 3, way
 
     # All measured as they would be in the codecs before, which changes nothing.
-    guarded.budget._count = FORMER_EVERY - 1
-    guarded.guard._bounds = {way: values["snr_db"] - 2 for way, values in apart.items()}
+    made.budget._count = FORMER_EVERY - 1
+    made.guard._bounds = {way: values["snr_db"] - 2 for way, values in apart.items()}
     before = jax.device_get(state.params)
-    events = guarded.measured(4, stats, state, batch)
+    events = made.measured(4, stats, state, batch)
     assert {event.way: event.kind for event in events} == dict.fromkeys(moving, "back")
     for event in events:
         assert event.snr_db == pytest.approx(apart[event.way]["snr_db"], abs=1.0), event.way
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.params)))
-    state, _ = guarded.change(events, state)
-    assert guarded.program is program and guarded.guard.moved == {}
+    state, _ = made.change(events, state)
+    assert made.program is program and made.guard.moved == {}
     _, metrics = program.step(state, batch)
     assert abs(float(metrics["loss"]) - loss) < 0.1
