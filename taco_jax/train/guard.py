@@ -25,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import CODECS, Codec, as_codec, tah
@@ -90,28 +90,34 @@ def text_of(codec: Codec) -> str:
     return ",".join([base, *(f"{field}={getattr(codec, field)}" for field in differing[base])])
 
 
+class Measured(NamedTuple):
+    """A measurement of one way. Shares are of all elements."""
+
+    snr_db: float
+    clipped: float
+    flushed: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """A decision. kind: raise (to more bits), back, or warn (nothing is changed; `after` is what act would take).
-    snr_db, clipped, flushed: of the codec `before`; of `after` where the kind is back. why: what failed."""
+    measured: of the codec `before`; of `after` where the kind is back. why: what failed."""
 
     kind: str
     way: str
     before: str
     after: str
     why: str
-    snr_db: float
-    clipped: float
-    flushed: float
+    measured: Measured
     bound_db: float | None
 
     def words(self, patience: int) -> str:
         """The event in a step's line."""
         site, _, direction = self.way.rpartition("/")
         bound = "" if self.bound_db is None else f", bound {self.bound_db:.1f}"
-        measured = f"SNR {self.snr_db:.1f} dB{bound}"
+        measured = f"SNR {self.measured.snr_db:.1f} dB{bound}"
         if self.why in ("clipped", "flushed"):
-            measured = f"{getattr(self, self.why):.1%} {self.why}, {measured}"
+            measured = f"{getattr(self.measured, self.why):.1%} {self.why}, {measured}"
         if self.kind == "back":
             return f"{site} {direction} {self.before} -> {self.after} again ({self.after} has {measured})"
         if self.kind == "warn":
@@ -122,7 +128,7 @@ class Event:
 
 @dataclasses.dataclass
 class Way:
-    """What is known of one way. codecs: the plan's first, then each that it moved to; the last is in force.
+    """The state of one way. codecs: the plan's first, then each that it moved to; the last is in force.
 
     first: its FIRST measurements, each (snr_db, clipped, flushed). failed, passed: measurements in a row that failed,
     and of the codec before that passed. returns: how often it went back. warned: it is said that it fails.
@@ -144,19 +150,20 @@ class Way:
     def moved(self) -> bool:
         return len(self.codecs) > 1
 
-    def typical(self, column: int) -> float | None:
-        """The median of a column of `first`; None before all are there."""
-        return statistics.median(row[column] for row in self.first) if len(self.first) == FIRST else None
+    def typical(self, name: str) -> float | None:
+        """The median of a field of `first`; None before all are there."""
+        if len(self.first) < FIRST:
+            return None
+        return statistics.median(row[Measured._fields.index(name)] for row in self.first)
 
-    def why_failed(self, measured: tuple[float, float, float], bound: float | None, spare: float) -> str | None:
+    def why_failed(self, measured: Measured, bound: float | None, spare: float) -> str | None:
         """Returns which of "snr", "clipped" and "flushed" fails; None where nothing does. spare: of the share of the
         limits that a measurement must keep free."""
-        snr_db, *shares = measured
-        if bound is not None and snr_db < bound:
+        if bound is not None and measured.snr_db < bound:
             return "snr"
-        for column, (name, more) in enumerate((("clipped", CLIPPED), ("flushed", FLUSHED)), 1):
-            usual = self.typical(column)
-            if usual is not None and shares[column - 1] > usual + more * (1 - spare):
+        for name, more in (("clipped", CLIPPED), ("flushed", FLUSHED)):
+            usual = self.typical(name)
+            if usual is not None and getattr(measured, name) > usual + more * (1 - spare):
                 return name
         return None
 
@@ -221,7 +228,7 @@ class Guard:
         for name, way, measured in self._measured(sites):
             if not way.moved and len(way.first) < FIRST:
                 way.first.append(list(measured))
-                usual = way.typical(0)
+                usual = way.typical("snr_db")
                 way.bound = way.bound if usual is None else usual - self.margin_db
             bound = self.bound(name)
             why = way.why_failed(measured, bound, spare=0.0)
@@ -230,13 +237,13 @@ class Guard:
                 way.warned = False
             if way.failed < self.patience or way.warned:
                 continue
-            after = self._better(name, measured[0], measured[2])
+            after, found = self._better(name, measured), {"why": why, "measured": measured, "bound_db": bound}
             if self.mode == "act":
-                events.append(Event("raise", name, way.codec, after, why, *measured, bound))
+                events.append(Event("raise", name, way.codec, after, **found))
                 way.codecs.append(after)
                 way.failed = way.passed = 0
             else:
-                events.append(Event("warn", name, way.codec, after, why, *measured, bound))
+                events.append(Event("warn", name, way.codec, after, **found))
                 way.warned = True
         return events
 
@@ -253,7 +260,8 @@ class Guard:
             before = way.codecs.pop()
             way.failed = way.passed = 0
             way.returns += 1
-            events.append(Event("back", name, before, way.codec, "snr", *measured, self.bound(name)))
+            found = {"why": "snr", "measured": measured, "bound_db": self.bound(name)}
+            events.append(Event("back", name, before, way.codec, **found))
         return events
 
     def _spared(self, name: str) -> float | None:
@@ -261,23 +269,23 @@ class Guard:
         return None if bound is None else bound + self.margin_db / 2
 
     def _measured(self, sites: Mapping[str, Mapping[str, float]]):
-        """(name, way, (snr_db, clipped, flushed)) of the ways with finite values: a direction of zeros has no SNR."""
+        """(name, way, `Measured`) of the ways with finite values: a direction of zeros has no SNR."""
         for name, way in self.ways.items():
             if (values := sites.get(name)) is not None:
-                measured = tuple(float(values[key]) for key in ("snr_db", "clipped", "flushed"))
+                measured = Measured(*(float(values[key]) for key in Measured._fields))
                 if all(map(math.isfinite, measured)):
                     yield name, way, measured
 
-    def _better(self, name: str, snr_db: float, flushed: float) -> str:
+    def _better(self, name: str, measured: Measured) -> str:
         """The next codec that is predicted to pass; exact if none is. A share of flushed values goes with the width of
         a quantisation step."""
         way, wanted = self.ways[name], self._spared(name)
-        now, usual = as_codec(way.codec), way.typical(2)
+        now, usual = as_codec(way.codec), way.typical("flushed")
         *rungs, exact = ladder(now)
         for rung in rungs:
             gain = NOMINAL_DB[rung.element] - NOMINAL_DB[now.element]
-            fine_enough = usual is None or flushed * 10 ** (-gain / 20) <= usual + FLUSHED / 2
-            if fine_enough and (wanted is None or snr_db + gain >= wanted):
+            fine_enough = usual is None or measured.flushed * 10 ** (-gain / 20) <= usual + FLUSHED / 2
+            if fine_enough and (wanted is None or measured.snr_db + gain >= wanted):
                 return text_of(rung)
         return text_of(exact)
 

@@ -161,7 +161,7 @@ def record(step: int, event: Event, seconds: float | None) -> dict[str, Any]:
     """Returns the event as `metrics.jsonl` has it, a list of which is under "guard" in its step's record."""
     site, _, direction = event.way.rpartition("/")
     values = {"kind": event.kind, "site": site, "direction": direction, "from": event.before, "to": event.after}
-    values |= {key: getattr(event, key) for key in ("why", "snr_db", "bound_db", "clipped", "flushed")}
+    values |= {"why": event.why, "bound_db": event.bound_db, **event.measured._asdict()}
     if event.kind != "warn":
         values |= {"first_step": step + 1, "compile_seconds": seconds}
     return values

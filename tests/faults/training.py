@@ -626,8 +626,8 @@ MUTANTS = (
         "guard-flushed",
         "flushed values are compared with the clipped ones of the first measurements",
         "taco_jax/train/guard.py",
-        "usual = self.typical(column)",
-        "usual = self.typical(1)",
+        "usual = self.typical(name)",
+        'usual = self.typical("clipped")',
         ("tests/train/test_guard.py -k shares_count",),
     ),
     Mutant(

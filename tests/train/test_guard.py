@@ -63,7 +63,7 @@ def test_a_way_moves_when_it_has_failed_several_times_in_a_row():
     assert feed(made, 14.9, 14.9, 15.1, 14.9, 14.9) == [[]] * 5
     ((event,),) = feed(made, 14)
     assert (event.kind, event.way, event.before, event.after, event.why) == ("raise", WAY, "int4h", "int5h", "snr")
-    assert (event.snr_db, event.bound_db) == (14, 15)
+    assert (event.measured.snr_db, event.bound_db) == (14, 15)
     assert made.moved == {WAY: "int5h"} and made.former == {}
     # The bound is of the signal, not of the codec.
     assert made.bound(WAY) == 15 and feed(made, 14, 20, 14, 14) == [[]] * 4
@@ -110,7 +110,7 @@ def test_it_goes_back_when_the_codec_before_is_good_again():
     # Half of the margin more than the bound, several times in a row.
     assert feed(made, 16.4, 17, 17, 16.4, 17, 17, former=True) == [[]] * 6
     ((event,),) = feed(made, 17, former=True)
-    assert (event.kind, event.before, event.after, event.snr_db) == ("back", "int5h", "int4h", 17)
+    assert (event.kind, event.before, event.after, event.measured.snr_db) == ("back", "int5h", "int4h", 17)
     assert made.moved == {} and made.former == {}
     assert "int5h -> int4h again (int4h has SNR 17.0 dB, bound 15.0)" in event.words(3)
 
