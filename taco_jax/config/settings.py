@@ -115,7 +115,7 @@ class CompressionConfig(Checked):
     guard: str | None = None
     """What happens where a site's SNR falls: off, warn, or act (more bits); None: warn with a plan's file, else off."""
     guard_margin_db: float = 3.0
-    """dB that a site's SNR may fall below its first measurements, where no plan's file gives its bound."""
+    """Decibels that a site's SNR may fall below its first ones, where no plan's file gives its bound."""
     guard_patience: int = 3
     """Measurements in a row that must fail before the guard acts or warns, and pass before it goes back."""
 
