@@ -28,6 +28,7 @@ DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
 OPTIMIZERS = ("adamw", "lion", "muon")
+GUARDS = (None, "off", "warn", "act")
 LEARNING_RATES = ("cosine", "linear", "wsd", "constant")
 MOMENT_DTYPES = ("float32", "bfloat16")
 
@@ -111,6 +112,12 @@ class CompressionConfig(Checked):
     """First steps that only measure: every site runs uncalibrated until they are over."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites: PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h; or a plan's file, plan.json."""
+    guard: str | None = None
+    """What happens where a site's SNR falls: off, warn, or act (more bits); None: warn with a plan's file, else off."""
+    guard_margin_db: float = 3.0
+    """Decibels that a site's SNR may fall below its first ones, where no plan's file gives its bound."""
+    guard_patience: int = 3
+    """Measurements in a row that must fail before the guard acts or warns, and pass before it goes back."""
 
     def __post_init__(self):
         # The run keeps what the file says, not its place.
@@ -124,8 +131,10 @@ class CompressionConfig(Checked):
         return plan_file.of_kept(self.plan)
 
     def check_fields(self) -> None:
-        self.at_least(1, "history")
+        self.at_least(1, "history", "guard_patience")
         self.at_least(0, "calibration_steps")
+        self.one_of("guard", GUARDS)
+        self.above_0("guard_margin_db", more=", such as 3")
         site_compression(self)
         if self.planned is not None:
             return

@@ -154,6 +154,7 @@ class Run:
         self.start: init_from.Start | None = None
         self.lineage: dict[str, Any] | None = None  # where the first weights are from, as checkpoints' records have it
         self.base_digest: int | None = None  # of the weights to which adapters belong
+        self.guard: Any = None  # a `guarded.GuardedPrograms`
         self.recorder: Recorder | None = None
         self.record: dict[str, Any] = {}
         self.owed = False
@@ -173,7 +174,7 @@ class Run:
         """Restores the checkpoint that the config asks for, else makes the first state."""
         config = self.config
         chosen = self.checkpoints.choose(config.checkpoint.resume_step)
-        remarks, moved = [], []
+        remarks, moved, guard_state = [], [], None
         if chosen is None and config.init_from is not None:
             self.state, self.start = init_from.first_state(config, self.program)
             self.lineage = init_from.lineage(self.start.origin)
@@ -198,12 +199,13 @@ class Run:
             moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
             if moved:
                 remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
-            self.lineage = run.get("started_from")
+            self.lineage, guard_state = run.get("started_from"), run.get("guard")
             say(f"resumed from step {chosen}")
             if config.init_from is not None:
                 remarks.append(f"init_from={config.init_from} is not read again: the workdir has checkpoints")
         if chosen is None and self.program.base is not None:
             self.base_digest = self.program.base.keep(self.state.base, config)
+        remarks += self._begin_guard(guard_state)
         if jax.process_index() == 0:
             remarks += model_files.keep(config, self.start)
         # A finished run keeps its records: nothing is going to make them again.
@@ -215,6 +217,21 @@ class Run:
         )
         for remark in remarks + self.recorder.remarks:
             say(remark)
+
+    def _begin_guard(self, state: dict[str, Any] | None) -> list[str]:
+        """Puts a guard in place, and the codecs that a checkpoint's guard had moved sites to. Returns remarks."""
+        from taco_jax.train.guarded import GuardedPrograms, mode_and_bounds
+
+        if state is None and mode_and_bounds(self.config)[0] == "off":
+            return []
+        guard = GuardedPrograms(self.config, self.program, self.step, state)
+        remarks = guard.guard.remarks
+        if guard.guard.mode == "off":
+            return remarks
+        if not guard.guard.ways:
+            return [*remarks, f"compression.guard={guard.guard.mode}: nothing is compressed, so nothing is watched"]
+        self.guard, self.program = guard, guard.program
+        return remarks
 
     def announce(self, mesh, train_tokens: int, validation_tokens: int) -> None:
         config = self.config
@@ -235,6 +252,8 @@ class Run:
                 f"{adapters.count(config.model) / 1e6:,.2f}M parameters are trained"
             )
         say(f"codecs: {self.program.table.codecs()}{fed}")
+        if self.guard is not None:
+            say(self.guard.words())
         if config.mesh.pp > 1:
             schedule = self.program.schedule_of_stages
             say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
@@ -258,6 +277,9 @@ class Run:
         else:
             self.profile.plan(self.step + 1, self.stop)
             say("compiling")
+        self._count_messages()
+
+    def _count_messages(self) -> None:
         sent, bf16 = self.program.table.total("activation")
         axes = self.program.table.by_axis().items()
         total = lambda rows: {key: sum(getattr(row, key) for row in rows) for key in _SENT}
@@ -268,7 +290,7 @@ class Run:
         if self.step < self.stop:
             start = time.perf_counter()
             self.program.step  # noqa: B018 (the property compiles)
-            if config.metrics.snr_every:
+            if config.metrics.snr_every or self.guard is not None:
                 self.program.step_with_stats  # noqa: B018
             self.requests.prepare(self.program.mesh)
             say(f"compiled in {time.perf_counter() - start:.0f} s")
@@ -282,10 +304,12 @@ class Run:
         while self.step < self.stop and not self.stopped_by:
             self.step += 1
             batch = data.device_batch({"tokens": next(self.batches)}, self.program.batch_sharding)
-            measured = config.metrics.snr_every and self.step % config.metrics.snr_every == 0
+            measured = bool(config.metrics.snr_every) and self.step % config.metrics.snr_every == 0
+            if self.guard is not None:
+                measured = self.guard.due(self.step)
             advance = self.program.step_with_stats if measured else self.program.step
             if self.clock is None:
-                self.clock, self.timed_step = time.perf_counter(), self.step - 1
+                self._restart_clock(self.step - 1)
             stop_request = self.requests.ask()
             with self.profile.step(self.step, pending and pending[2]):
                 self.state, out = advance(self.state, batch)
@@ -298,10 +322,16 @@ class Run:
             # Who asks to stop may not wait for a validation.
             validate = last or (self.step % config.evaluation.every == 0 and not self.stopped_by)
             save = last or self.step % config.checkpoint.every == 0 or self.stopped_by or self.owed
-            if validate or save or traced:
-                self.finish(*pending, validate=validate, save=save)
+            if validate or save or traced or (measured and self.guard is not None):
+                self.finish(*pending, validate=validate, save=save, batch=batch)
                 pending = None
-                self.clock, self.timed_step = time.perf_counter(), self.step
+                self._restart_clock(self.step)
+
+    def _restart_clock(self, step: int) -> None:
+        """The next step begins now, after `step`."""
+        self.clock, self.timed_step = time.perf_counter(), step
+        if self.guard is not None:
+            self.guard.restart(step, self.clock)
 
     def finish(
         self,
@@ -312,12 +342,14 @@ class Run:
         *,
         validate: bool = False,
         save: bool = False,
+        batch: Any = None,
     ) -> None:
         """Waits for the metrics of `step`, and prints and records them if it is their turn.
 
         done: the time at which they were there.
         save: before validating, which may take longer than a scheduler waits. A run that has to stop does neither. A
           step that was skipped is not saved, but where the run ends with it: the next finite one is in its place.
+        batch: what the step was given, where it is the latest one; the guard may then change what the next one sends.
         """
         values = dict(jax.device_get(out))
         in_a_row = int(values.pop("skipped_in_a_row"))
@@ -326,6 +358,7 @@ class Run:
         write = turn or validate or self.stopped_by or values["skipped"] or "stats" in values
         if write:
             self.record = self._timed(step, samples, values, done.result())
+        said = self._guard(step, values, done.result(), batch)
         if save and not hopeless:
             ends = step == self.stop or self.stopped_by
             self.owed = bool(in_a_row and not ends)
@@ -337,6 +370,8 @@ class Run:
             self._write_record()
             left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
             say(step_line(self.record, self.config.steps, left))
+        if said:
+            say(said)
         # The run's last validation is among its last lines.
         if validate and step < self.stop and "validation_loss" in self.record:
             say(
@@ -349,6 +384,29 @@ class Run:
                 f"{self.config.max_skipped_in_a_row}), and nothing was saved in them. {self._way_back()} Try a lower "
                 f"optimizer.learning_rate or compression.backward none"
             )
+
+    def _guard(self, step: int, values: dict[str, Any], now: float, batch: Any) -> str | None:
+        """Has the guard decide where a step was measured. Returns its line; the record then has its events."""
+        if self.guard is None:
+            return None
+        from taco_jax.train import guarded
+
+        measured = "stats" in values
+        self.guard.timed(step, now, measured=measured)
+        if not measured or batch is None:
+            return None
+        stats = {} if values["skipped"] else values["stats"]  # what is not finite says nothing of codecs
+        events, seconds = self.guard.measured(step, stats, self.state, batch), None
+        if not events:
+            return None
+        changes = any(event.kind != "warn" for event in events)
+        # A run that ends here leaves it to the next one, which finds the codecs in the checkpoint.
+        if changes and step < self.stop and not self.stopped_by:
+            self.state, seconds = self.guard.change(events, self.state)
+            self.program = self.guard.program
+            self._count_messages()
+        self.record["guard"] = [guarded.record(step, event, seconds) for event in events]
+        return guarded.line(step, events, self.guard.guard.patience, seconds)
 
     def _write_record(self) -> None:
         """Writes the record; where the disk does not take it, saves the latest state and ends the run."""
@@ -418,6 +476,7 @@ class Run:
         # So that the same command goes on without the plan's file (`taco_jax.config.flags`).
         run |= {} if self.config.compression.planned is None else {"plan": self.config.compression.plan}
         run |= {} if self.base_digest is None else {base.DIGEST: self.base_digest}
+        run |= {} if self.guard is None else {"guard": self.guard.state()}
         size = self.config.model.vocab_size
         vocabulary = (size, pad_vocab(size, self.config.mesh.tp))
         self.checkpoints.save(self.step, state, run, vocabulary=vocabulary, in_place_of_older=in_place_of_older)

@@ -2,7 +2,8 @@
 
 A record is one step: {"step", "loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second", "step_seconds",
 "comm_bytes", "comm_bytes_bf16", "comm", "mfu", "peak_memory_bytes", "samples"}, with "validation_loss" and
-"validation_perplexity" where the step was validated and "sites" where SNR was measured. Losses are nats per token,
+"validation_perplexity" where the step was validated, "sites" where SNR was measured, and "guard", a list of
+what `taco_jax.train.guarded.record` says of each event, where the guard decided something. Losses are nats per token,
 times seconds, `comm_bytes` what one device sends per step as activation traffic over tp and pp and `comm_bytes_bf16`
 the same messages as bf16. `comm` counts all messages, by axis: {"tp": {"bytes", "bytes_bf16"}, ...}. A value that is
 not finite or not known is null. A step's time is that from the end of the step before it to its own, on the devices.
@@ -115,9 +116,11 @@ def duration(seconds: float | None) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Python numbers for arrays, None for what is not finite, through dicts: what strict JSON can hold."""
+    """Python numbers for arrays, None for what is not finite, through dicts and lists: what strict JSON can hold."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
     if value is None or isinstance(value, (str, bool, int)):
         return value
     number = float(value)

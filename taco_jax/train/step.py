@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
-from taco_jax.compression.compression import Compression, Plan
+from taco_jax.compression.compression import Compression, Plan, as_compression
 from taco_jax.compression.plan_file import PlanFile, shape_of
 from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.config import (
@@ -134,6 +134,15 @@ def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> 
             )
 
 
+def in_other_codecs(plan: Mapping[str, Compression | None], codecs: Mapping[str, str]) -> dict[str, Compression | None]:
+    """Returns the plan with ways "SITE/forward" and "SITE/backward" in these codecs, between hosts too."""
+    changed = dict(plan)
+    for way, codec in codecs.items():
+        site, _, direction = way.rpartition("/")
+        changed[site] = dataclasses.replace(changed[site], between_hosts=None, **{direction: codec})
+    return {site: as_compression(compression) for site, compression in changed.items()}
+
+
 class Program:
     """The compiled programs of one configuration on one mesh.
 
@@ -145,12 +154,15 @@ class Program:
     also "stats", site name -> float32[(layers,) 2, len(codec.STATS)], the sums over devices (the maximum for amax).
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh):
+    def __init__(self, config: TrainConfig, mesh: Mesh, codecs: Mapping[str, str] | None = None):
+        """codecs: of ways "SITE/DIRECTION" that are not in the config's (`in_other_codecs`). The state keeps its form:
+        sites that became exact keep their scales."""
         self.config, self.mesh = config, mesh
         self.batch_sharding = NamedSharding(mesh, P("dp"))
         self.ranks_per_host = ranks_per_host(mesh, "tp", config.mesh.devices_per_host)
+        plan = resolve_plan(config, self.ranks_per_host)
         self.parallel = Parallel(
-            plan=resolve_plan(config, self.ranks_per_host),
+            plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
             remat=config.remat,
             chains=config.chains,
@@ -173,7 +185,7 @@ class Program:
         self._param_specs = layout.specs(specs, self.schedule_of_stages)
         self._site_shapes = {
             site: (config.model.n_layers,) if site.startswith("layers/") else ()
-            for site, compression in self.parallel.plan
+            for site, compression in plan.items()
             if compression is not None
         }
         self._check_codecs()
@@ -290,6 +302,13 @@ class Program:
     @functools.cached_property
     def step_with_stats(self):
         return self._compile(self.lowered_with_stats)
+
+    @functools.cached_property
+    def measure(self):
+        """The compiled measurement of every site: measure(state, batch) -> `metrics["stats"]`; it changes nothing."""
+        measures = lambda state, batch: self._partial_gradients(state, batch["tokens"], True)[2]
+        jitted = jax.jit(measures, out_shardings=NamedSharding(self.mesh, P()))
+        return self._compile(jitted.lower(self.state_shapes, self.batch_shapes))
 
     @functools.cached_property
     def table(self) -> comm_log.Table:
@@ -485,12 +504,12 @@ def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
-def build(config: TrainConfig, mesh: Mesh) -> Program:
-    """The programs of `config` on `mesh` (axes dp, pp, tp of the configured sizes)."""
+def build(config: TrainConfig, mesh: Mesh, codecs: Mapping[str, str] | None = None) -> Program:
+    """The programs of `config` on `mesh` (axes dp, pp, tp of the configured sizes). codecs: as of `Program`."""
     want = {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp}
     if dict(mesh.shape) != want:
         raise ConfigError(f"mesh: the config says {want}, the given mesh is {dict(mesh.shape)}")
-    return Program(with_codecs(config), mesh)
+    return Program(with_codecs(config), mesh, codecs)
 
 
 def _attention(config: TrainConfig, mesh: Mesh) -> str:

@@ -12,7 +12,7 @@ from helpers import REPOSITORY, quick_compiling, until
 from meetings import free_port
 from programs import shared_programs
 
-from taco_jax.config import MeshConfig
+from taco_jax.config import CheckpointConfig, CompressionConfig, MeshConfig
 from taco_jax.config.cli import load
 from taco_jax.train.loop import train
 from taco_jax.train.metrics import read_records
@@ -250,3 +250,56 @@ def test_settings_reach_the_config_file(start, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["distributed"] == "auto"
     changed = dataclasses.replace(config, distributed="off", distributed_timeout=5, heartbeat_timeout=5)
     assert open_workdir(changed) == []
+
+
+GUARDED = """
+import json
+import sys
+
+sys.path.insert(0, {support!r})
+from outliers import outliers
+
+
+def see(run, step):
+    import jax
+
+    with open(f"seen.{{jax.process_index()}}", "a") as file:
+        spent, codecs = run.guard.budget.state()["spent"], run.program.table.codecs()
+        print(json.dumps([step, codecs, spent, run.guard.guard.state()]), file=file)
+
+
+growing = outliers({{8: 20.0, 16: 1 / 20}}, see)
+growing.__enter__()
+"""
+
+
+@pytest.mark.slow
+def test_the_guards_of_two_processes_move_a_site_and_go_back_after_the_same_steps(start, tmp_path, monkeypatch, capsys):
+    """Messages go between the processes. What each of them measures of time differs; what they decide by does not."""
+    codec = "int4h,block=64,rotation=none"
+    start(config={"tp": 8, "dp": 1, "codec": codec, "width": 64, "hosts": 8, "every": 14}, only=[])
+    text = (tmp_path / "config.py").read_text()
+    (tmp_path / "config.py").write_text(text + GUARDED.format(support=str(REPOSITORY / "tests" / "support")))
+    flags = ["--compression.guard", "act", "--compression.guard-patience", "2", "--metrics.snr-every", "2"]
+    flags += ["--optimizer.learning-rate", "1e-5", "--optimizer.min-learning-rate", "1e-6", "--stop-after", "34"]
+    run = start(*flags)
+    assert run.codes() == [0, 0], run.output(0)[-3000:] + run.output(1)[-3000:]
+    assert re.search(
+        r"^guard: step 12: layers/attn/out forward int4h,\S+ -> int6h,.* from step 13 on", run.output(0), re.M
+    )
+    assert "guard: step" not in run.output(1)
+    seen = [[json.loads(line) for line in (tmp_path / f"seen.{i}").read_text().splitlines()] for i in range(2)]
+    assert seen[0] == seen[1] and [row[0] for row in seen[0]] == list(range(1, 35))
+    # The codec before is measured at every fourth measurement, that is, after steps 16, 24 and 32.
+    (before,), (moved,), (again,) = ({row[1] for row in part} for part in (seen[0][:11], seen[0][11:31], seen[0][31:]))
+    assert "int6" in moved and "int6" not in before and again == before
+    assert re.search(r"^guard: step 32: layers/attn/out forward int6h,\S+ -> int4h,\S+ again", run.output(0), re.M)
+    assert seen[0][-1][2] > 0
+    # In one process, on another mesh.
+    (tmp_path / "config.py").write_text(text)
+    compression = CompressionConfig(codec, codec, min_bytes=0, guard="act")
+    changes = {"mesh": MeshConfig(dp=2, tp=4), "compression": compression}
+    checkpoint = CheckpointConfig(resume_step=14)
+    train_here(tmp_path, monkeypatch, workdir="run", stop_after=16, checkpoint=checkpoint, **changes)
+    out = capsys.readouterr().out
+    assert re.search(r"^guard: .*; moved: layers/attn/out/forward int6h,\S+ instead of int4h,\S+$", out, re.M)

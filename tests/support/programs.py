@@ -37,11 +37,13 @@ def shared_programs():
     """
     made, build = {}, step.build
 
-    def shared(config: TrainConfig, mesh) -> step.Program:
+    def shared(config: TrainConfig, mesh, codecs=None) -> step.Program:
         data = DataConfig(sequence_length=config.data.sequence_length)
-        key = repr(dataclasses.replace(config, **OF_THE_RUN, data=data)), end_token(config), mesh
+        compression = dataclasses.replace(config.compression, guard=None, guard_margin_db=3.0, guard_patience=3)
+        changes = OF_THE_RUN | {"data": data, "compression": compression}
+        key = repr(dataclasses.replace(config, **changes)), end_token(config), mesh, frozenset((codecs or {}).items())
         if key not in made:
-            made[key] = build(config, mesh)
+            made[key] = build(config, mesh, codecs)
         return made[key]
 
     with mock.patch.object(step, "build", shared):
