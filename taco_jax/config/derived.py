@@ -11,7 +11,7 @@ from typing import Any
 from taco_jax.codec import AUTO
 from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
-from taco_jax.compression.plan_file import feeds_back
+from taco_jax.compression.plan_file import feeds_back, is_plan_path
 from taco_jax.config.schedule import Schedule
 from taco_jax.config.settings import TrainConfig
 from taco_jax.errors import ConfigError
@@ -139,8 +139,11 @@ def with_codecs(config: TrainConfig, own: Mapping[str, Any] | None = None) -> Tr
 
 
 def _plan_codecs(pattern: str, codecs: str, own: Mapping[str, Any]) -> str:
-    """The codecs FORWARD[:BACKWARD] of a pattern of compression.plan with those of a use in the place of auto."""
-    if not isinstance(codecs, str) or AUTO not in (pair := codec_pair(codecs)):
+    """The codecs FORWARD[:BACKWARD] of a pattern of compression.plan with those of a use in the place of auto.
+
+    What a plan's file holds stays as it is.
+    """
+    if is_plan_path(pattern) or not isinstance(codecs, str) or AUTO not in (pair := codec_pair(codecs)):
         return codecs
     if (kept := own.get("compression.plan", {}).get(pattern)) is not None:
         return kept
