@@ -209,7 +209,7 @@ def _capped(slopes_SLD, squares_SLD):
     return slopes_SLD * jnp.minimum(1.0, cap_S11 / jnp.maximum(cost_SL1, 1e-30))
 
 
-def measure(config: ModelConfig, mesh: Mesh, params: Any, tokens_WL: np.ndarray, samples: int = 0) -> Sites:
+def measure(config: ModelConfig, mesh: Mesh, params: Any, tokens_WL: np.ndarray, samples: int = 1) -> Sites:
     """Runs windows of tokens, int32[W, L + 1], exactly; `samples` tokens of each are kept, evenly spread."""
     import jax
     import jax.numpy as jnp
@@ -226,7 +226,7 @@ def measure(config: ModelConfig, mesh: Mesh, params: Any, tokens_WL: np.ndarray,
 
     par = Parallel(dtype=jnp.float32, precision="highest", remat="full")
     tp, length, D = mesh.shape["tp"], tokens_WL.shape[1] - 1, config.d_model
-    at = np.linspace(0, length - 1, samples).astype(int) if samples else np.zeros(0, int)
+    at = np.linspace(0, length - 1, samples).astype(int)
     both = decoder.sublayers(config, par, causal(config, par))
 
     def run(params, inputs_BL, targets_BL):

@@ -18,7 +18,7 @@ import lzma
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import arrangement
 import bench_perplexity
@@ -29,28 +29,36 @@ from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError, cli
 
+if TYPE_CHECKING:
+    from taco_jax.inference.perplexity import Score
+
 FEEDBACK = "_feedback"
+CHUNK = 256  # tokens
 CODECS = ("mxfp4_feedback", "int4h_feedback", "int4h,block=32_feedback", "int4h,rotation=none_feedback", "tah4",
           "mxfp4", "int4h", "taco")  # fmt: skip
 ORDERS = {
     "stored": "as the model came",
-    "random": "drawn",
+    "random": "drawn, as are random_2 and random_3: how far apart orders are that know nothing",
+    "random_2": "",
+    "random_3": "",
     "sorted": "the largest first, by root mean square of what is sent",
     "clustered": "channels of more than three times the median's mean square first, the others as stored",
     "spread": "dealt out to the blocks in turn, the largest first: one large channel in each",
     "learned": "made for the least predicted cost, by exchanges of two channels (`arrangement.learn`)",
 }
-HEAD = "| codec | order | predicted cost | SNR (dB) attn/out | mlp/down | perplexity, change | standard error " \
-       "| against stored | standard error | same token |"  # fmt: skip
+HEAD = (
+    "| codec | order | predicted cost | SNR (dB) attn/out | mlp/down | perplexity | standard error "
+    "| against stored | standard error | divergence (nats) | against stored | standard error | same token |"
+)
 
 
 def orders(sites: arrangement.Sites, block: int, fed: bool, seed: int) -> dict[str, np.ndarray]:
     """Returns the orders of ORDERS for codecs of these blocks, with or without error feedback."""
     pairs = sites.pairs_fed if fed else sites.pairs
     d_model = len(pairs)
-    found = {
+    drawn = [name for name in ORDERS if name.startswith("random")]
+    found = {name: np.random.default_rng(seed + i).permutation(d_model) for i, name in enumerate(drawn)} | {
         "stored": np.arange(d_model),
-        "random": np.random.default_rng(seed).permutation(d_model),
         "sorted": arrangement.by_size(sites),
         "clustered": arrangement.clustered(sites),
         "spread": arrangement.spread(sites, block),
@@ -83,48 +91,86 @@ def learn_windows(paths: Sequence[Path], count: int, context: int, encode: Calla
     return np.asarray(rows, np.int32)
 
 
-def scorer(checkpoint: Any, mesh: Any, ids: list[int], context: int) -> Callable:
-    """Returns f(settings) -> g(params) -> `Score`, of a program that is compiled once for all orders."""
-    import jax
-    from jax.sharding import PartitionSpec as P
+class Scored(NamedTuple):
+    """A `Score`, and what the exact model's distributions lose: kl float64[tokens], nats; 0 of the exact model."""
 
-    from taco_jax.collectives import comm_log
-    from taco_jax.inference import perplexity
-    from taco_jax.models.params import param_specs
+    score: Score
+    kl: np.ndarray
 
-    tokens, targets, real = perplexity.windows(ids, context)
 
-    def program(settings):
-        config, layout = checkpoint.config, settings.layout(checkpoint.config, mesh.devices.flat[0], decoding=False)
-        run = jax.jit(jax.shard_map(
-            lambda params, tokens_BL, targets_BL: perplexity.measured(params, tokens_BL, targets_BL, config, layout),
-            mesh=mesh, in_specs=(param_specs(config, settings.tp), P(), P()), out_specs=P(),
-        ))  # fmt: skip
+class Windows:
+    """The model, and windows of held-out text; `program(settings)` is compiled once for all orders."""
 
-        def score(params):
-            nll, best, power = [], [], {}
-            with comm_log.record():
-                for tokens_L, targets_L, real_L in zip(tokens, targets, real):
-                    nll_BL, best_BL, squares = jax.device_get(run(params, tokens_L[None], targets_L[None]))
-                    nll.append(nll_BL[0][real_L])
-                    best.append(best_BL[0][real_L])
-                    for site, sums_N2 in squares.items():
-                        power[site] = power.get(site, 0.0) + sums_N2.astype(np.float64)
-            return perplexity.Score(np.concatenate(nll), np.concatenate(best), power, {}, 0.0, 0.0)
+    def __init__(self, checkpoint: Any, mesh: Any, ids: list[int], context: int):
+        from taco_jax.inference import perplexity
+
+        self.config, self.mesh = checkpoint.config, mesh
+        self.tokens, self.targets, self.real = perplexity.windows(ids, context)
+        self.exact: list[np.ndarray] = []
+        """The final normalisation's output of each window, of the exact model in the stored order."""
+
+    def program(self, settings: Any) -> Callable:
+        """Returns f(params, order) -> `Scored`, of parameters that are folded into this order."""
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+
+        from taco_jax.inference import perplexity
+        from taco_jax.models import decoder
+        from taco_jax.models.params import param_specs
+
+        config, layout = self.config, settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)
+
+        def run(params, tokens_BL, targets_BL, exact_BLD):
+            x_BLD, power = perplexity.measured_stream(params, tokens_BL, config, layout)
+            nll, best = decoder.head_score(params, x_BLD, targets_BL, config, layout.par)
+            log_of = lambda x: jax.nn.log_softmax(decoder.head_logits(params, x, config, layout.par, {}))
+            kl = []
+            for start in range(0, x_BLD.shape[1], CHUNK):  # the logits of all tokens at once would take gigabytes
+                own, exact = (log_of(x[:, start : start + CHUNK]) for x in (x_BLD, exact_BLD))
+                kl.append(jnp.sum(jnp.exp(exact) * (exact - own), -1))
+            return nll, best, jnp.concatenate(kl, 1), power, x_BLD
+
+        specs = param_specs(config, settings.tp), P(), P(), P()
+        compiled = jax.jit(jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P()))
+
+        def score(params, order):
+            found: list[list[np.ndarray]] = [[], [], []]
+            power, streams = {}, []
+            for i, (tokens_L, targets_L, real_L) in enumerate(zip(self.tokens, self.targets, self.real)):
+                exact = self.exact[i] if self.exact else np.zeros((1, len(tokens_L), config.d_model), np.float32)
+                *values, squares, x_BLD = jax.device_get(
+                    compiled(params, tokens_L[None], targets_L[None], exact[..., order])
+                )
+                for kept, value in zip(found, values):
+                    kept.append(value[0][real_L])
+                streams.append(x_BLD)
+                for site, sums_N2 in squares.items():
+                    power[site] = power.get(site, 0.0) + sums_N2.astype(np.float64)
+            nll, best, kl = map(np.concatenate, found)
+            self.exact = self.exact or streams
+            return Scored(perplexity.Score(nll, best, power, {}, 0.0, 0.0), kl.astype(np.float64))
 
         return score
 
-    return program
+
+def paired(own: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """Returns the ratio of two means over the same tokens less 1, and its standard error (a quotient's, linearised)."""
+    ratio = own.mean() / other.mean()
+    return {"change": ratio - 1, "error": float(np.std(own - ratio * other) / other.mean() / np.sqrt(own.size))}
 
 
 def table(results: dict[str, dict]) -> list[str]:
-    lines = [HEAD, "|---" * 10 + "|"]
+    lines = [HEAD, "|---" * 13 + "|"]
     for codec, by_order in results.items():
         for order, r in by_order.items():
-            own = ["", ""] if order == "stored" else [f"{r['own_change']:+.2%}", f"{r['own_error']:.2%}"]
+            beside = lambda values: ["", ""] if order == "stored" else [f"{v:+.2%}" for v in values]  # noqa: B023
             snr = [f"{r['snr_db'][site]:.2f}" for site in ("layers/attn/out", "layers/mlp/down")]
-            cells = [f"`{codec}`", order, f"{r['cost']:.2f}", *snr, f"{r['change']:+.2%}", f"{r['error']:.2%}", *own,
-                     f"{r['agreement']:.1%}"]  # fmt: skip
+            cells = [
+                f"`{codec}`", order, f"{r['cost']:.2f}", *snr, f"{r['change']:+.2%}", f"{r['error']:.2%}",
+                *beside((r["own_change"], r["own_error"])), f"{r['kl']:.5f}",
+                *beside((r["kl_change"], r["kl_error"])), f"{r['agreement']:.1%}",
+            ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -135,11 +181,13 @@ def report(out: Path, summary: dict, args) -> None:
         f"{args.context}. Orders were learned from {summary['learned_from']} tokens of other texts "
         f"({', '.join(summary['learn'])}). Predicted cost: of the learning texts, over that of the stored order. "
         "Change: of the perplexity against exact sums. Against stored: against the same codec in the stored order. "
-        "Both have their standard errors over tokens, paired."
+        "Divergence: Kullback and Leibler's of the exact model's distribution of the next token from the codec's, a "
+        "mean over tokens; it is what the loss is expected to grow by where the exact model is right. Standard errors "
+        "are over tokens, paired."
     )
     exact = summary["exact"]
     lines = [*runs.header("Orders of the residual channels, and what compressed sums lose", args.commit), about, ""]
-    lines += [f"* {name}: {what}." for name, what in ORDERS.items()]
+    lines += [f"* {name}: {what}." for name, what in ORDERS.items() if what]
     lines += [
         "", f"Exact sums: perplexity {exact['perplexity']:.3f}; in other orders the logarithm of a token's probability "
         f"moves by at most {exact['largest_difference']:.1e}.", "", *table(summary["codecs"]),
@@ -151,29 +199,36 @@ def report(out: Path, summary: dict, args) -> None:
 
 
 def draw(path: Path, results: dict[str, dict]) -> None:
-    """Writes the change of perplexity against the stored order, a panel of bars for each codec."""
+    """Writes how perplexity and divergence change against the stored order, with two standard errors."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 1, figsize=(9, 1.2 + 0.55 * sum(len(r) for r in results.values()) / 2))
-    names, place = [], 0
-    for codec, by_order in results.items():
-        for order, r in by_order.items():
-            if order == "stored":
-                continue
-            colour = f"C{list(ORDERS).index(order)}"
-            axes.errorbar(100 * r["own_change"], place, xerr=200 * r["own_error"], fmt="o", color=colour, capsize=3)
-            names.append((place, f"{codec}: {order}"))
-            place -= 1
-        place -= 0.6
-    axes.axvline(0, color="grey", linewidth=1)
-    axes.set_yticks([at for at, _ in names], [name for _, name in names], fontsize=8)
-    axes.set_xlabel("change of perplexity against the stored order (%), with two standard errors")
+    rows = [(c, o, r) for c, by_order in results.items() for o, r in by_order.items() if o != "stored"]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1 + 0.24 * len(rows)), sharey=True)
+    for axis, key, what in zip(axes, ("own", "kl"), ("perplexity", "divergence from the exact model")):
+        for place, (_, order, r) in enumerate(rows):
+            value, error = 100 * r[f"{key}_change"], 200 * r[f"{key}_error"]
+            axis.errorbar(value, -place, xerr=error, fmt="o", color=f"C{list(ORDERS).index(order)}", capsize=3)
+        axis.axvline(0, color="grey", linewidth=1)
+        axis.set_xlabel(f"{what}, change against the stored order (%)", fontsize=9)
+    axes[0].set_yticks([-i for i in range(len(rows))], [f"{codec}: {order}" for codec, order, _ in rows], fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def learned_sites(path: Path | None, *model_and_tokens: Any) -> arrangement.Sites:
+    """`arrangement.measure` of the learning texts, or what it left in the file."""
+    if path is not None and path.is_file():
+        with np.load(path) as arrays:
+            return arrangement.Sites(**arrays)
+    checkpoint, *others = model_and_tokens
+    sites = arrangement.measure(checkpoint.config, *others)
+    if path is not None:
+        np.savez(path, **sites._asdict())
+    return sites
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -189,6 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sources", type=int, default=7)
     parser.add_argument("--learn-context", type=int, default=256)
     parser.add_argument("--learn-windows", type=int, default=2, help="of each text")
+    parser.add_argument("--sites", type=Path, default=None, help=".npz for what is measured on them; read where it is")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn order")
     parser.add_argument("--devices", default="cpu:3")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
@@ -207,44 +263,48 @@ def main(arguments: Sequence[str]) -> int:
     params = load_params(checkpoint, mesh, "float32")
     encode = checkpoint.tokenizer.encode
     tokens_WL = learn_windows(args.learn, args.learn_windows, args.learn_context, encode)
-    sites = arrangement.measure(checkpoint.config, mesh, params, tokens_WL)
-    ids = bench_perplexity.windows(args.text, args.sources, args.context, encode)
-    program = scorer(checkpoint, mesh, ids, args.context)
+    sites = learned_sites(args.sites, checkpoint, mesh, params, tokens_WL)
+    windows = Windows(
+        checkpoint, mesh, bench_perplexity.windows(args.text, args.sources, args.context, encode), args.context
+    )
     kept, kept_orders = args.out / "summary.json", args.out / "orders.json"
     summary = json.loads(kept.read_text()) if kept.is_file() else {"codecs": {}}
     named = json.loads(kept_orders.read_text()) if kept_orders.is_file() else {}
-    exact = program(Settings(args.tp, dtype="float32"))
-    base, moved = exact(params), [0.0]
+    exact = windows.program(Settings(args.tp, dtype="float32"))
+    stored = np.arange(checkpoint.config.d_model)
+    base, moved = exact(params, stored).score, [summary.get("exact", {}).get("largest_difference", 0.0)]
     for codec, (text, fed) in codecs.items():
         block = as_codec(text).block
         found = orders(sites, block, fed, args.seed)
         pairs = sites.pairs_fed if fed else sites.pairs
-        chosen = {name: found[name] for name in ORDERS if name == "stored" or name in args.orders}
-        score = program(Settings(args.tp, Compression(text, min_bytes=0, error_feedback=fed), {}, "float32"))
-        own, results = None, {}
-        for name, order in chosen.items():
+        program = windows.program(Settings(args.tp, Compression(text, min_bytes=0, error_feedback=fed), {}, "float32"))
+        results = summary["codecs"].setdefault(codec, {})
+        own = program(params, stored)
+        for name in ORDERS:
+            if name != "stored" and name not in args.orders:
+                continue
+            order = found[name]
             folded = arrangement.fold(params, order, checkpoint.config)
             if name == "learned":
-                moved.append(float(np.abs(exact(folded).nll - base.nll).max()))
+                if codec == next(iter(codecs)):
+                    moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
                 named[codec] = [int(channel) for channel in order]
-            scored = score(folded)
-            own = own or scored
-            against = scored.against(own)
-            results[name] = scored.against(base) | {
-                "own_change": against["change"], "own_error": against["error"], "loss": scored.loss,
-                "cost": arrangement.cost(order, pairs, block) / arrangement.cost(found["stored"], pairs, block),
-                "snr_db": {site: scored.snr_db(site) for site in scored.power},
+            score, kl = own if name == "stored" else program(folded, order)
+            against, divergence = score.against(own.score), paired(kl, own.kl)
+            results[name] = score.against(base) | {
+                "own_change": against["change"], "own_error": against["error"], "loss": score.loss,
+                "kl": float(kl.mean()), "kl_change": divergence["change"], "kl_error": divergence["error"],
+                "cost": arrangement.cost(order, pairs, block) / arrangement.cost(stored, pairs, block),
+                "snr_db": {site: score.snr_db(site) for site in score.power},
             }  # fmt: skip
             print(table({codec: {name: results[name]}})[-1], flush=True)
-        summary["codecs"][codec] = results
-        was = summary.get("exact", {}).get("largest_difference", 0.0)
-        summary |= {
-            "tokens": int(base.nll.size), "learned_from": int(tokens_WL[:, 1:].size),
-            "learn": [str(path.name) for path in args.learn],
-            "exact": {"perplexity": base.perplexity, "largest_difference": max(*moved, was)},
-        }  # fmt: skip
-        kept_orders.write_text(json.dumps(named) + "\n")
-        report(args.out, summary, args)
+            summary |= {
+                "tokens": int(base.nll.size), "learned_from": int(tokens_WL[:, 1:].size),
+                "learn": [path.name for path in args.learn],
+                "exact": {"perplexity": base.perplexity, "largest_difference": max(moved)},
+            }  # fmt: skip
+            kept_orders.write_text(json.dumps(named) + "\n")
+            report(args.out, summary, args)
     return 0
 
 
