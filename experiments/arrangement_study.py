@@ -8,7 +8,7 @@ those of --text, which are bench_perplexity.py's. A codec sees every order on th
 with its own result in the stored order. `_feedback` as in bench_perplexity.py. The exact model is run in each order
 too, to see that it stays the same. What OUT has is kept, so a table is made in as many goes as there is time for.
 
-output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, OUT/orders.json, OUT/arrangement.png
+output     OUT/README.md (hardware, commit, command, tables), OUT/summary.json, OUT/arrangement.png
 """
 
 from __future__ import annotations
@@ -267,9 +267,8 @@ def main(arguments: Sequence[str]) -> int:
     windows = Windows(
         checkpoint, mesh, bench_perplexity.windows(args.text, args.sources, args.context, encode), args.context
     )
-    kept, kept_orders = args.out / "summary.json", args.out / "orders.json"
+    kept = args.out / "summary.json"
     summary = json.loads(kept.read_text()) if kept.is_file() else {"codecs": {}}
-    named = json.loads(kept_orders.read_text()) if kept_orders.is_file() else {}
     exact = windows.program(Settings(args.tp, dtype="float32"))
     stored = np.arange(checkpoint.config.d_model)
     base, moved = exact(params, stored).score, [summary.get("exact", {}).get("largest_difference", 0.0)]
@@ -285,10 +284,8 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             order = found[name]
             folded = arrangement.fold(params, order, checkpoint.config)
-            if name == "learned":
-                if codec == next(iter(codecs)):
-                    moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
-                named[codec] = [int(channel) for channel in order]
+            if name == "learned" and codec == next(iter(codecs)):
+                moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
             score, kl = own if name == "stored" else program(folded, order)
             against, divergence = score.against(own.score), paired(kl, own.kl)
             results[name] = score.against(base) | {
@@ -303,7 +300,6 @@ def main(arguments: Sequence[str]) -> int:
                 "learn": [path.name for path in args.learn],
                 "exact": {"perplexity": base.perplexity, "largest_difference": max(moved)},
             }  # fmt: skip
-            kept_orders.write_text(json.dumps(named) + "\n")
             report(args.out, summary, args)
     return 0
 
