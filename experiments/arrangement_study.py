@@ -192,6 +192,10 @@ def report(out: Path, summary: dict, args) -> None:
         "", f"Exact sums: perplexity {exact['perplexity']:.3f}; in other orders the logarithm of a token's probability "
         f"moves by at most {exact['largest_difference']:.1e}.", "", *table(summary["codecs"]),
         "", "![perplexity by order](arrangement.png)",
+        "", "Predicted cost of all orders, by block size:",
+        "", f"| block | {' | '.join(ORDERS)} |", "|---" * (1 + len(ORDERS)) + "|",
+        *(f"| {block.replace(FEEDBACK, ', with feedback')} | {' | '.join(f'{costs[o]:.2f}' for o in ORDERS)} |"
+          for block, costs in summary["predicted"].items()),
     ]  # fmt: skip
     (out / "README.md").write_text("\n".join(lines) + "\n")
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -276,6 +280,9 @@ def main(arguments: Sequence[str]) -> int:
         block = as_codec(text).block
         found = orders(sites, block, fed, args.seed)
         pairs = sites.pairs_fed if fed else sites.pairs
+        costs = {name: arrangement.cost(order, pairs, block) for name, order in found.items()}
+        costs = {name: costs[name] / costs["stored"] for name in ORDERS}
+        summary.setdefault("predicted", {})[f"{block}{FEEDBACK * fed}"] = costs
         program = windows.program(Settings(args.tp, Compression(text, min_bytes=0, error_feedback=fed), {}, "float32"))
         results = summary["codecs"].setdefault(codec, {})
         own = program(params, stored)
@@ -291,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
             results[name] = score.against(base) | {
                 "own_change": against["change"], "own_error": against["error"], "loss": score.loss,
                 "kl": float(kl.mean()), "kl_change": divergence["change"], "kl_error": divergence["error"],
-                "cost": arrangement.cost(order, pairs, block) / arrangement.cost(stored, pairs, block),
+                "cost": costs[name],
                 "snr_db": {site: score.snr_db(site) for site in score.power},
             }  # fmt: skip
             print(table({codec: {name: results[name]}})[-1], flush=True)
