@@ -23,7 +23,7 @@ from taco_jax.collectives.api import new_spelling, psum
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call
 from taco_jax.collectives.manual_region import AxisName, axis_tuple, to_varying
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.vjp import Operation, apply
+from taco_jax.collectives.vjp import Operation, apply, probing
 from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import Compression, check_feedback
 
@@ -62,7 +62,7 @@ def psum_with_feedback(
     if error is not None and error.shape != x.shape:
         raise ValueError(f"psum_with_feedback: error is of shape {error.shape}: must be x's, {x.shape}")
     x = to_varying(x, axis_name)
-    if error is not None:
+    if error is not None and not probing():
         # In x's dtype, so that XLA may add it in the product that x is.
         x = x + lax.stop_gradient(error).astype(x.dtype)
     forward, backward = (
@@ -74,6 +74,8 @@ def psum_with_feedback(
         y = psum(x, axis_name, compression=exact, scales=scales, site=site)
         return y, jnp.zeros_like(x)
     operation = Operation("psum", dataclasses.replace(forward, feedback=True), backward)
+    if probing() and call.scales.slot is not None:
+        x = x, jnp.zeros_like(x) if error is None else error
     return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
 
 

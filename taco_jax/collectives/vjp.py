@@ -13,12 +13,17 @@
 
 Exponents are read only. The slot's cotangent is the measure float32[2, K]: row 0 of the forward message, row 1 of the
 backward one, zero where there is none.
+
+Inside `probed_by` a probe takes the place of all operations that have a slot (`taco_jax.calibration.probe`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +43,8 @@ OUTPUT_NAME, AMAX_NAME = "tp_out", "tp_amax"
 REMAT_NAMES = (OUTPUT_NAME, AMAX_NAME)
 # Directions without a message.
 SILENT = (("psum", "backward"), ("copy", "forward"))
+
+_probe: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("taco_jax_probe", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +75,34 @@ class Operation:
         return [y.index(d) if d in y else None for d in range(ndim)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@contextlib.contextmanager
+def probed_by(probe: Callable) -> Iterator[None]:
+    """Operations traced inside the block that have a slot are `probe(operation, x, exponents, slot)`.
+
+    With feedback x is the pair (x, error as it was carried), and so is the result.
+    """
+    token = _probe.set(probe)
+    try:
+        yield
+    finally:
+        _probe.reset(token)
+
+
+def probing() -> bool:
+    """Returns whether this is inside a `probed_by` block."""
+    return _probe.get() is not None
+
+
 def apply(operation: Operation, x, exponents, slot, key):
     """y of the operation; exponents int32[2] or None, slot float32[2, K] or None, key a typed PRNG key or None."""
+    probe = _probe.get()
+    if probe is not None and slot is not None:
+        return probe(operation, x, exponents, slot)
+    return _apply(operation, x, exponents, slot, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(operation: Operation, x, exponents, slot, key):
     return _send(operation, "forward", x, exponents, key)[0]
 
 
@@ -95,7 +127,7 @@ def _apply_bwd(operation, residuals, ct):
     return dx, None, jnp.stack(rows), None
 
 
-apply.defvjp(_apply_fwd, _apply_bwd)
+_apply.defvjp(_apply_fwd, _apply_bwd)
 
 
 # Second derivatives differentiate the rules above, and codes have no derivative: here too the transpose of each
@@ -125,6 +157,12 @@ def _send_bwd(operation, direction, residuals, ct):
 
 
 _send.defvjp(_send_fwd, _send_bwd)
+
+
+def send_once(operation: Operation, direction: str, x, exponents=None) -> jax.Array:
+    """Returns the result of one direction's message, which nothing differentiates."""
+    run = _forward if direction == "forward" else _backward
+    return run(operation, x, exponents, None)[0]
 
 
 def as_slot(measure: jax.Array, row: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from taco_jax.compression.compression import codec_pair
+from taco_jax.compression.plan_file import feeds_back
 from taco_jax.config.schedule import Schedule
 from taco_jax.config.settings import TrainConfig
 from taco_jax.errors import ConfigError
@@ -44,7 +45,8 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "chains put messages beside products for whole sequences only"
     if config.compression.with_product:
         return False, "sums in the kernels of their products are of whole sequences"
-    if config.compression.error_feedback or config.compression.backward_error_feedback:
+    fed = config.compression.error_feedback or config.compression.backward_error_feedback
+    if fed or feeds_back(config.compression.plan):
         return False, "sums with error feedback are of whole sequences"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"

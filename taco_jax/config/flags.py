@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import re
 import runpy
 import traceback
@@ -51,6 +52,11 @@ def parse(args: Sequence[str], *, prog: str = "python -m taco_jax.train") -> Tra
     path, rest = _take(list(args), "config", "the path of an experiment file, such as experiments/quickstart.py")
     codecs, rest = _take(rest, "compression", "codecs, such as none or taco:int8h")
     default = TrainConfig() if path is None else load(path)
+    plan, rest = _take_plan(rest)
+    if plan is not None:
+        kept = plan if Path(plan).exists() else _plan_of_run(plan, rest, default)
+        compression = dataclasses.replace(default.compression, plan=kept)
+        default = dataclasses.replace(default, compression=compression)
     if codecs is not None:
         default = with_compression(default, codecs)
     if _ALL not in rest and {"-h", "--help"} & set(rest):
@@ -159,6 +165,37 @@ def _take(args: list[str], name: str, needs: str) -> tuple[str | None, list[str]
     if len(values) > 1:
         raise ConfigError(f"{flag}: given {len(values)} times ({', '.join(values)}); give it once")
     return (values[0] if values else None), rest
+
+
+def _take_plan(args: list[str]) -> tuple[str | None, list[str]]:
+    """Cuts `--compression.plan FILE.json` out of the arguments; pairs of patterns and codecs stay."""
+    flag = "--compression.plan"
+    joined = [arg.replace("=", "\0", 1).split("\0") if arg.startswith(f"{flag}=") else [arg] for arg in args]
+    flat = [arg for part in joined for arg in part]
+    if flag not in flat:
+        return None, args
+    at = flat.index(flag) + 1
+    end = next((i for i in range(at, len(flat)) if flat[i].startswith("--")), len(flat))
+    if not any(value.endswith(".json") for value in flat[at:end]):
+        return None, args
+    if end - at > 1 or flag in flat[end:]:
+        raise ConfigError(f"{flag} {' '.join(flat[at:end])}: give a plan's file alone, or pairs of patterns and codecs")
+    return flat[at], flat[: at - 1] + flat[end:]
+
+
+def _plan_of_run(path: str, args: list[str], default: TrainConfig) -> Any:
+    """Returns the plan that the workdir keeps under the path of a file that is gone; the path, where it keeps none."""
+    workdir = Path(_take(args, "workdir", "a folder")[0] or default.workdir)
+    steps = [file for file in workdir.glob("checkpoints/*/run/metadata") if file.parts[-3].isdecimal()]
+    # The latest start's: config.json is that of the first one.
+    for file in (*sorted(steps, key=lambda file: -int(file.parts[-3])), workdir / "config.json"):
+        try:
+            content = json.loads(file.read_text())
+            kept = content["plan"] if file.name == "metadata" else content["compression"]["plan"]
+            return {path: kept[path]}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return path
 
 
 def _check_flags(args: Sequence[str], known: Mapping[str, Any]) -> None:

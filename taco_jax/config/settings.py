@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 from taco_jax.codec import as_codec
+from taco_jax.compression import plan_file
 from taco_jax.compression.compression import Compression, codec_pair, without_key
 from taco_jax.config.data_sources import DataSource, check_validation, parse_sources
 from taco_jax.config.lora import LoraConfig
@@ -108,12 +110,25 @@ class CompressionConfig(Checked):
     calibration_steps: int = 2
     """First steps that only measure: every site runs uncalibrated until they are over."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Codecs of single sites: pairs PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h:int6h; first match wins."""
+    """Codecs of single sites: PATTERN FORWARD:BACKWARD such as 'layers/mlp/*' int8h; or a plan's file, plan.json."""
+
+    def __post_init__(self):
+        # The run keeps what the file says, not its place.
+        if isinstance(self.plan, str | os.PathLike):
+            object.__setattr__(self, "plan", plan_file.kept(self.plan))
+        super().__post_init__()
+
+    @property
+    def planned(self) -> plan_file.PlanFile | None:
+        """The plan of a file that `plan` holds; None where it has patterns and codecs, or nothing."""
+        return plan_file.of_kept(self.plan)
 
     def check_fields(self) -> None:
         self.at_least(1, "history")
         self.at_least(0, "calibration_steps")
         site_compression(self)
+        if self.planned is not None:
+            return
         for pattern, codecs in self.plan.items():
             if not (isinstance(pattern, str) and isinstance(codecs, str)):
                 raise ConfigError(

@@ -68,6 +68,8 @@ def training(config: TrainConfig) -> list[SiteMessage]:
     calls = layers * config.chains * ticks * config.accumulation
     out: list[SiteMessage] = []
 
+    fed = {n for n, s in c.planned.sites.items() if s.error_feedback} if c.planned is not None else ()
+
     def site(name: str, entering: bool, elements: int, calls: int, again: int = 1) -> None:
         """A pair of messages: of a column-parallel layer's input (entering) or a row-parallel one's output."""
         forward, backward = _codecs(config, name)
@@ -75,7 +77,7 @@ def training(config: TrainConfig) -> list[SiteMessage]:
             SiteMessage(
                 name, direction, op, axis="tp", ranks=mesh.tp, elements=elements, size=size, calls=calls, codec=codec,
                 between=_between(c.between_hosts),
-                feedback=c.error_feedback and direction == "forward" and not codec.exact,
+                feedback=(c.error_feedback or name in fed) and direction == "forward" and not codec.exact,
             )
         )  # fmt: skip
         if sp:
@@ -153,6 +155,9 @@ def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int =
 
 def _codecs(config: TrainConfig, site: str) -> tuple[Codec, Codec]:
     c = config.compression
+    if c.planned is not None:
+        found = c.planned.sites.get(site)
+        return (as_codec(c.forward), as_codec(c.backward)) if found is None else found.compression().codecs
     for pattern, codecs in c.plan.items():
         if fnmatch.fnmatchcase(site, pattern):
             forward, backward = codec_pair(codecs)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from taco_jax.compression import plan_file
 from taco_jax.compression.compression import Compression, codec_pair
 from taco_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from taco_jax.inference.generator import Generator
+    from taco_jax.inference.settings import Planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,8 @@ class ModelFlags:
     tp: int = 1
     """Tensor-parallel devices."""
     compression: str = "none"
-    """Codec of the sums over devices: mxfp4, int8h... (docs/codecs.md), fields changed after commas: int4h,block=32."""
+    """Codec of the sums over devices: mxfp4, int8h... (docs/codecs.md), fields changed after commas: int4h,block=32; or
+    a plan's file, plan.json."""
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
     """Codecs of single sites, before compression: pairs PATTERN CODEC such as layers/mlp/down int8h."""
     min_bytes: int | None = None
@@ -46,13 +49,17 @@ class ModelFlags:
         return Generator(self.model, tp=self.tp, compression=compression, plan=self.plan, dtype=self.dtype)
 
 
-def compression_of(flags: Any, codecs: str, key: str) -> Compression:
-    """Returns the compression in these codecs, with every other field that `flags` has of the same name.
+def compression_of(flags: Any, codecs: str, key: str) -> Compression | Planned:
+    """Returns the compression in these codecs, or of a plan's file, with all other fields that `flags` has by name.
 
     Raises:
-      ConfigError: a codec, whose key is `key`, or another field that cannot be.
+      ConfigError: a codec, whose key is `key`, a file that is no plan, or another field that cannot be.
     """
     try:
+        if plan_file.is_plan_path(codecs):
+            from taco_jax.inference.settings import Planned
+
+            return Planned(plan_file.read(codecs), Compression.of_fields(flags, forward="none"))
         forward, backward = codec_pair(codecs, key)
         return Compression.of_fields(flags, forward=forward, backward=backward)
     except (TypeError, ValueError) as error:

@@ -21,10 +21,12 @@ from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import Codec
 from taco_jax.compression import tuned
 from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
+from taco_jax.compression.plan_file import PlanFile, is_plan_path, read, shape_of
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import ConfigError
 from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.config import ModelConfig, validate
+from taco_jax.models.decoder import site_names
 from taco_jax.models.run_config import Parallel
 
 ROWS = ("attn/out", "mlp/down")
@@ -33,6 +35,35 @@ EIGHT_BITS = tuple(name for name, element in ELEMENTS.items() if element.bits ==
 DECODE_MIN_BYTES = 1 << 16
 """A decode step's messages below this are exact where the link's own limit is lower (as on emulated devices): they
 are bound by latency, and their bytes do not count beside those of the prompt."""
+
+
+class Planned(NamedTuple):
+    """The plan of a file, and the options that its sites share (its codecs are not looked at)."""
+
+    file: PlanFile
+    options: Compression
+
+    def rules(self, config: ModelConfig) -> dict[str, Compression]:
+        """Returns the rules of a plan for the sums of `config`'s layers.
+
+        Raises:
+          ConfigError: a plan of another model.
+        """
+        everywhere = [f"layers/{row}" for row in ROWS]
+        of_layers = [f"layers/{layer}/{row}" for layer in range(config.n_layers) for row in ROWS]
+        families = (of_layers, everywhere, site_names(config, 1))
+        named = [] if self.file.model is None else self.file.model["sites"]
+        sites = next((family for family in families if set(family) & set(named) == set(family)), of_layers)
+        self.file.check_model(shape_of(config), sites)
+        # Sums alone are compressed in inference; what a trainer's plan says of gradients and ends is not sent here.
+        rows = [name for name in self.file.sites if name in (*everywhere, *of_layers)]
+        base = dataclasses.replace(self.options, backward="none")
+        rules = {name: self.file.sites[name].compression(base) for name in rows}
+        fed = self.options.error_feedback
+        if fed is None:
+            return rules
+        # A flag has the last word.
+        return {name: c if c.is_exact else dataclasses.replace(c, error_feedback=fed) for name, c in rules.items()}
 
 
 class Segment(NamedTuple):
@@ -65,23 +96,33 @@ class Layout(NamedTuple):
 class Settings:
     """How a model runs on its mesh. compression and plan are as in `taco_jax.Generator`.
 
-    compression: a `Compression` once the object is made, of whatever makes one.
+    compression: a `Compression` once the object is made, of whatever makes one, or the `Planned` of a plan's file.
 
     Raises:
       ConfigError: a tp below 1, a dtype or a codec that there is not.
     """
 
     tp: int = 1
-    compression: str | Codec | Compression | None = None
+    compression: str | Codec | Compression | Planned | None = None
     plan: Mapping[str, str | Codec | Compression | None] = dataclasses.field(default_factory=dict)
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        object.__setattr__(self, "compression", self._in_codecs(EXACT, self.compression, "compression"))
+        compression = self.compression
+        if is_plan_path(compression):
+            compression = Planned(read(compression), EXACT)
+        if not isinstance(compression, Planned):
+            compression = self._in_codecs(EXACT, compression, "compression")
+        object.__setattr__(self, "compression", compression)
         if self.tp < 1:
             raise ConfigError(f"tp={self.tp!r}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+
+    @property
+    def options(self) -> Compression:
+        """Returns the options that all sums share, without their codecs where a plan's file has those."""
+        return self.compression.options if isinstance(self.compression, Planned) else self.compression
 
     def layout(self, config: ModelConfig, device, *, decoding: bool) -> Layout:
         """Returns the layout of the program that takes whole prompts, or of the one that takes a token of each row.
@@ -112,11 +153,14 @@ class Settings:
         """Returns how each layer sends, a value for each of ROWS."""
         n_layers = config.n_layers
         resolved = lambda found: self._resolved(found, device, decoding, can_feed_back=not config.post_norms)
+        base = self.options
         rules = {
-            pattern: resolved(self._in_codecs(self.compression, value, f"plan {pattern}"))
-            for pattern, value in self.plan.items()
+            pattern: resolved(self._in_codecs(base, value, f"plan {pattern}")) for pattern, value in self.plan.items()
         }
-        rest = resolved(self.compression)
+        if isinstance(self.compression, Planned):
+            of_file = self.compression.rules(config).items()
+            rules |= {name: resolved(compression) for name, compression in of_file if name not in rules}
+        rest = resolved(base)
         names = {f"layers/{layer}/{row}": (layer, row) for layer in range(n_layers) for row in ROWS}
         general = [f"layers/{row}" for row in ROWS]
         Plan(rules).resolve([*general, *names])  # refuses what matches nothing

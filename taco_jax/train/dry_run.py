@@ -96,7 +96,10 @@ def trace(program: step_lib.Program) -> dispatch.Choices:
 
 
 def _config_text(config: TrainConfig) -> str:
-    return "config\n" + json.dumps(to_dict(config), indent=2)
+    values, planned = to_dict(config), config.compression.planned
+    if planned is not None:
+        values["compression"]["plan"] = {planned.source: f"{planned.made.get('budget')}, {len(planned.sites)} sites"}
+    return "config\n" + json.dumps(values, indent=2)
 
 
 def _kernel_text(program: step_lib.Program, choices: dispatch.Choices) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from taco_jax import data
+from taco_jax.compression.plan_file import feeds_back
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
 from taco_jax.launch import distributed
@@ -212,7 +213,8 @@ class Run:
         parameters = count_params(config.model)
         device = mesh.devices.flat[0].device_kind
         tokens = config.global_batch * config.data.sequence_length
-        ways = {"forward": config.compression.error_feedback, "backward": config.compression.backward_error_feedback}
+        forward = config.compression.error_feedback or feeds_back(config.compression.plan)
+        ways = {"forward": forward, "backward": config.compression.backward_error_feedback}
         fed = ", ".join(way for way, is_fed in ways.items() if is_fed)
         fed = f"; error feedback in tp {fed}" if fed else ""
         say(
@@ -405,6 +407,8 @@ class Run:
         state = self.program.stored.pack(self.state)
         run = {"data": self.batches.state(), "seed": self.config.seed}
         run |= {} if self.lineage is None else {"started_from": self.lineage}
+        # So that the same command goes on without the plan's file (`taco_jax.config.flags`).
+        run |= {} if self.config.compression.planned is None else {"plan": self.config.compression.plan}
         run |= {} if self.base_digest is None else {base.DIGEST: self.base_digest}
         size = self.config.model.vocab_size
         vocabulary = (size, pad_vocab(size, self.config.mesh.tp))

@@ -30,6 +30,7 @@ from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
 from taco_jax.compression.compression import Compression, Plan
+from taco_jax.compression.plan_file import PlanFile, shape_of
 from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.config import (
     ConfigError,
@@ -101,11 +102,36 @@ def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict
         # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
         changes["link"] = "nccl"
     try:
-        rules = {pattern: site_compression(c, codecs, **changes) for pattern, codecs in c.plan.items()}
-        plan = Plan(rules, site_compression(c, **changes)).resolve(decoder.site_names(config.model, config.mesh.tp))
+        names = decoder.site_names(config.model, config.mesh.tp)
+        base, planned = site_compression(c, **changes), c.planned
+        if planned is not None:
+            check_plan(config, planned, names)
+            rules = planned.rules(base)
+        else:
+            rules = {pattern: site_compression(c, codecs, **changes) for pattern, codecs in c.plan.items()}
+        plan = Plan(rules, base).resolve(names)
         return plan | pipeline.plan(config)
     except ValueError as error:
         raise ConfigError(f"compression: {error}") from error
+
+
+def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> None:
+    """Raises ConfigError for the file of a plan that this run cannot have: another model's, or of other sites."""
+    if planned.made.get("use", "training") != "training":
+        rule = "is a plan for inference; make one with python -m taco_jax.calibrate --use training"
+        raise ConfigError(f"{planned.source}: {rule}")
+    planned.check_model(shape_of(config.model), names)
+    fed = [name for name, site in planned.sites.items() if site.error_feedback]
+    for key, value, limit in (
+        ("chains", config.chains, 1),
+        ("sequence_parallel", sequence_parallel(config)[0], False),
+        ("model.post_norms", config.model.post_norms, False),
+    ):
+        if fed and value != limit:
+            raise ConfigError(
+                f"{planned.source}: site {fed[0]!r} has error feedback, which is never used with {key}={value}; set "
+                f"{key}={limit}, or calibrate with --feedback off"
+            )
 
 
 class Program:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -139,10 +140,18 @@ def _changed(old: dict, new: dict) -> dict[str, str]:
     before, after = flatten(to_dict(TrainConfig())) | flatten(old), flatten(new)
     missing = "(absent)"
     return {
-        key: f"{key} {before.get(key, missing)} -> {after.get(key, missing)}"
+        key: f"{key} {_short(before.get(key, missing))} -> {_short(after.get(key, missing))}"
         for key in {**before, **after}
         if before.get(key, missing) != after.get(key, missing)
     }
+
+
+def _short(value: object) -> str:
+    """A value in a remark. Of a plan's file, which is long, its name and a digest of what it says."""
+    if isinstance(value, dict):
+        digest = lambda text: f"{text[:40]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+        value = {k: digest(v) if isinstance(v, str) and len(v) > 200 else v for k, v in value.items()}
+    return str(value)
 
 
 def set_aside(path: Path) -> Path:

@@ -1,13 +1,13 @@
 """The seeded faults that `tests/mutants.py` applies: one table for each part of the project."""
 
-from faults import codec, collectives, dropin, forecast, inference, kernels, models, training
+from faults import calibration, codec, collectives, dropin, forecast, inference, kernels, models, training
 from faults.mutant import Mutant
 
 KINDS = {
     "codec": codec.MUTANTS,
     "collectives": (*collectives.MUTANTS, *dropin.MUTANTS),
     "models": models.MUTANTS,
-    "training": (*training.MUTANTS, *forecast.MUTANTS),
+    "training": (*training.MUTANTS, *forecast.MUTANTS, *calibration.MUTANTS),
     "inference": inference.MUTANTS,
     "kernels": kernels.MUTANTS,
 }

@@ -15,7 +15,7 @@ import taco_jax
 
 PACKAGES = ("taco_jax", "pallas_kernels")
 # Modules in the root that are neither a command nor `__init__`.
-COMMANDS = {"advise", "evaluate", "export", "generate", "plot", "prepare", "run", "serve", "tune"}
+COMMANDS = {"advise", "calibrate", "evaluate", "export", "generate", "plot", "prepare", "run", "serve", "tune"}
 
 
 def own_files() -> list[Path]:
@@ -83,6 +83,9 @@ CONCEPT = "one concept with one seeded fault or test of its own, which several f
 SHORT = {
     "taco_jax": {
         "advise.py": ENTRY,
+        "calibrate.py": ENTRY,
+        "calibration/plot.py": "a picture, which needs a library of its own",
+        "calibration/report.py": "a table of lines, beside the picture",
         "codec/hadamard.py": CONCEPT,
         "codec/stochastic_rounding.py": CONCEPT,
         "collectives/gather_permute.py": CONCEPT,
@@ -94,7 +97,6 @@ SHORT = {
         "forecast/constants.py": "imported by all of the forecast, imports nothing of it",
         "forecast/record.py": CONCEPT,
         "generate.py": ENTRY,
-        "inference/flags.py": "a table of flags, which three commands share",
         "linen.py": FACADE,
         "models/documents.py": CONCEPT,
         "mesh.py": "imported by everything that has devices",

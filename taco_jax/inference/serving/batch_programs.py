@@ -61,7 +61,7 @@ class RowPrograms(Programs):
 
     def __init__(self, config: ModelConfig, settings: Settings, mesh: Mesh, params: Any, batch: int, longest: int):
         super().__init__(config, settings, mesh, params)
-        if settings.compression.min_bytes is None:
+        if settings.options.min_bytes is None:
             exact = dataclasses.replace(settings, compression=EXACT, plan={})
             self._decode_layout = exact.layout(config, mesh.devices.flat[0], decoding=True)
         self.batch, self.longest, self.itemsize = batch, longest, jnp.dtype(settings.dtype).itemsize

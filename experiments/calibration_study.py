@@ -1,0 +1,404 @@
+"""Are plans from data better than codecs everywhere, and do two calibration sets find the same?
+
+    python experiments/calibration_study.py measure --model SmolLM2-135M-Instruct.Q4_1.gguf --corpus corpus --out OUT
+    python experiments/calibration_study.py perplexity --model ... --text corpus/val.jsonl.xz --out OUT
+    python experiments/calibration_study.py quickstart --out OUT
+    python experiments/calibration_study.py training --out OUT
+    python experiments/calibration_study.py report --out OUT
+
+measure     a pretrained model at tp 3 on two sets of training texts (of each source one window from two places, none of
+            it held out): how much each site's errors are felt, by layer, and the plans of --bits and --loss of the
+            first set; what the measurement predicts for codecs everywhere, which experiments/results/perplexity_smollm2
+            has measured
+perplexity  the plans on the held-out windows of bench_perplexity.py, paired with the exact model token by token, with
+            error feedback (--only names plans; what OUT has is kept)
+quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
+training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds; what OUT has is kept)
+report      OUT/README.md of what is there
+
+Every part keeps its results in OUT/summary.json and writes the report. `--tokens` and `--length` make the sets smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import runs
+from bench_perplexity import windows
+
+from taco_jax.compression import plan_file
+from taco_jax.config import ConfigError, cli
+
+SOURCES = ("dict_gcide", "linux_doc", "speech_sotu", "wordnet", "lit_austen", "lit_shakespeare", "anarchism")
+RECORD = Path(__file__).with_name("results") / "perplexity_smollm2" / "summary.json"
+QUICKSTART = str(Path(__file__).with_name("quickstart.py"))
+# Codecs of the record that are candidates too: name there, candidate, with feedback.
+RECORDED = [
+    (f"{name}{end}", codec, bool(end))
+    for name, codec in (
+        ("int8h", "int8h"), ("int6h", "int6h"), ("int5h", "int5h"), ("int4h", "int4h"), ("mxfp4", "mxfp4"),
+        ("int4h_16", "int4h,block=16,scale=ue5m3"), ("fp4_16", "mxfp4,block=16,scale=ue5m3"),
+    )
+    for end in ("", "_feedback")
+]  # fmt: skip
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's."""
+    ranks = lambda values: np.argsort(np.argsort(np.asarray(values))).astype(float)
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+def texts(folder: Path, sources: Sequence[str], part: int, characters: int) -> list[str]:
+    """A stretch of each source's training text, from a place that depends on the part."""
+    out = []
+    for source in sources:
+        path = runs.file("--corpus", folder / f"{source}.train.txt.xz", "the folder of the corpus")
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            file.read((1 + 3 * part) * 100_000)
+            text = file.read(characters)
+        out.append(text[text.find(" ") + 1 :])
+    return out
+
+
+def measure(args: argparse.Namespace, kept: dict) -> dict:
+    from taco_jax.calibration import plans
+    from taco_jax.calibration.command import Budget, Subject, plan_of
+    from taco_jax.calibration.measure import Model
+    from taco_jax.calibration.measure import measure as run
+    from taco_jax.inference.loading import load_params, open_checkpoint
+    from taco_jax.inference.settings import ROWS, Settings
+    from taco_jax.mesh import make_mesh
+
+    checkpoint, mesh = open_checkpoint(args.model), make_mesh(tp=args.tp)
+    config, length = checkpoint.config, args.length
+    layout = Settings(args.tp, dtype="float32").layout(config, mesh.devices.flat[0], decoding=False)
+    model = Model(config, load_params(checkpoint, mesh, "float32"), mesh, layout.par)
+    sites = [f"layers/{row}" for row in ROWS]
+    found, batches = [], []
+    for part, labels in ((0, "model"), (1, "model"), (0, "text")):
+        ids = [checkpoint.tokenizer.encode(t)[: length + 1] for t in texts(args.corpus, SOURCES, part, 20 * length)]
+        batches = [np.array([of]) for of in ids[: args.batches]]
+        options = {"sites": sites, "feedback": True, "gradients": False, "labels": labels, "say": print}
+        found.append(run(model, batches, plans.CANDIDATES, **options))
+    (first, loss), (second, _), (by_text, _) = found
+    both = [plans.by_layer(statistics) for statistics in (first, second)]
+    felt = {
+        f"{site}{' with feedback' if fed else ''}": [of[site, d].sensitivity(fed) for of in both]
+        for site, d in both[0]
+        for fed in (False, True)
+    }
+    flat = [key for key in felt if not key.endswith("feedback")]
+    correlation = lambda keys: rank_correlation(*zip(*(felt[key] for key in keys)))
+    last = f"layers/{config.n_layers - 1}/mlp/down"
+    predicted: dict[str, dict[str, float]] = {}
+    of_text = plans.by_layer(by_text)
+    for name, codec, fed in RECORDED:
+        at = plans.CANDIDATES.index(codec)
+        for key, by, measured in (
+            ("element", "diagonal", both[0]), ("token", "product", both[0]), ("text", "diagonal", of_text),
+        ):  # fmt: skip
+            rise = [of.rises(fed, by)[:, at].mean() for (site, _), of in measured.items() if not (fed and site == last)]
+            predicted.setdefault(name, {})[key] = math.expm1(sum(rise))
+    subject = Subject(
+        model, "first_token", tuple(f"layers/{row}" for row in ROWS), checkpoint.tokenizer, feedback=True,
+        by_layer=True, data="corpus", length=length, elements=length * config.d_model,
+    )  # fmt: skip
+    budgets = {f"bits_{bits:g}": Budget("bits", bits, f"{bits:g} bits") for bits in args.bits}
+    budgets |= {f"loss_{share:g}": Budget("loss", share / 100, f"{share:g}% loss") for share in args.loss}
+    out = {}
+    for name, budget in budgets.items():
+        tokens = sum(batch.shape[1] - 1 for batch in batches)
+        made = {"command": "experiments/calibration_study.py", "use": "first_token", "budget": budget.text}
+        try:
+            options = {"forecast": None, "made": made | {"data": "corpus", "tokens": tokens}}
+            plan, _ = plan_of(first, loss, subject, budget, plans.CANDIDATES, **options)
+        except ConfigError as error:
+            print(f"{name}: {error}")
+            continue
+        plan_file.write(plan, args.out / f"plan_{name}.json")
+        out[name] = {key: plan.made[key] for key in ("bits", "predicted_rise")}
+        out[name]["predicted"] = math.expm1(plan.made["predicted_rise"])
+    return {
+        "loss": loss,
+        "tokens": sum(batch.shape[1] - 1 for batch in batches),
+        "rank_correlation": correlation(flat),
+        "rank_correlation_with_feedback": correlation([key for key in felt if key.endswith("feedback")]),
+        "sensitivity": felt,
+        "predicted": predicted,
+        "plans": out,
+        "record": {name: json.loads(RECORD.read_text())[name]["change"] for name, _, _ in RECORDED},
+    }
+
+
+def perplexity(args: argparse.Namespace, kept: dict) -> dict:
+    """The plans on held-out text, beside the exact model."""
+    from taco_jax.compression.compression import Compression
+    from taco_jax.inference.evaluate import describe, line
+    from taco_jax.inference.loading import load_params, open_checkpoint
+    from taco_jax.inference.perplexity import Evaluation
+    from taco_jax.inference.settings import Planned, Settings
+    from taco_jax.mesh import make_mesh
+
+    checkpoint, mesh = open_checkpoint(args.model), make_mesh(tp=args.tp)
+    ids = windows(args.text, args.sources, args.context, checkpoint.tokenizer.encode)
+    params = load_params(checkpoint, mesh, "float32")
+    evaluation = Evaluation(checkpoint.config, mesh, params, ids, args.context)
+    exact = evaluation.score(Settings(args.tp, dtype="float32"))
+    print(line("none", describe(exact, exact)), flush=True)
+    results = dict(kept)
+    found = sorted(path.stem.removeprefix("plan_") for path in args.out.glob("plan_*.json"))
+    for name in found if args.only is None else runs.choices("--only", args.only, found):
+        if name in results or name == "quickstart":
+            continue
+        plan = plan_file.read(args.out / f"plan_{name}.json")
+        settings = Settings(args.tp, Planned(plan, Compression("none", min_bytes=0)), {}, "float32")
+        score = evaluation.score(settings)
+        results[name] = describe(score, exact) | {"context": args.context, "sources": args.sources}
+        for site in results[name]["sites"].values():
+            site.pop("snr_db_by_layer", None)
+        print(line(name, results[name]), flush=True)
+        save(args, "perplexity", results)
+    return results
+
+
+def quickstart(args: argparse.Namespace, kept: dict) -> dict:
+    """The quickstart after some steps, calibrated on two sets of its own text."""
+    from taco_jax.calibration import plans
+    from taco_jax.calibration.batches import batches
+    from taco_jax.calibration.command import Budget, _parser, open_subject, plan_of
+    from taco_jax.calibration.measure import REFERENCE
+    from taco_jax.calibration.measure import measure as run
+
+    own = ["--config", QUICKSTART, "--workdir", str(args.out / "none")]
+    options = _parser().parse_args(["--out", "plan.json", "--bits", "5", "--steps", str(args.steps)])
+    subject = open_subject(options, cli.parse(own), "training", has_config=True)
+    codecs = plans.CANDIDATES if REFERENCE in plans.CANDIDATES else (*plans.CANDIDATES, REFERENCE)
+    found = []
+    for part in range(2):
+        read = batches(
+            "austen", vocab_size=256, tokenizer=None, length=subject.length, tokens=args.tokens, part=part, parts=2
+        )
+        found.append(run(subject.model, read, codecs, sites=subject.sites, feedback=False, gradients=True, say=print))
+    (first, loss), (second, _) = found
+    both = [plans.by_layer(statistics) for statistics in (first, second)]
+    felt = {f"{s}, {d}": [of[s, d].sensitivity() for of in both] for s, d in both[0] if d == "forward"}
+    gradient = {f"{s}, {d}": [float(of[s, d].gradient_sensitivities().mean()) for of in (first, second)]
+                for s, d in first}  # fmt: skip
+    budget = Budget("bits", args.training_bits, f"{args.training_bits:g} bits")
+    made = {"command": "experiments/calibration_study.py", "use": "training", "budget": budget.text, "data": "austen"}
+    plan, lines = plan_of(
+        first, loss, subject, budget, plans.CANDIDATES, forecast=None, made=made | {"tokens": args.tokens}
+    )
+    plan_file.write(plan, args.out / "plan_quickstart.json")
+    print("\n".join(lines))
+    return {
+        "steps": args.steps,
+        "loss": loss,
+        "rank_correlation": rank_correlation(*zip(*felt.values())),
+        "rank_correlation_gradient": rank_correlation(*zip(*gradient.values())),
+        "sensitivity": felt,
+        "gradient_sensitivity": gradient,
+        "bits": plan.made["bits"],
+        "plan": {site: f"{of.forward}:{of.backward}" for site, of in plan.sites.items()},
+    }
+
+
+def training(args: argparse.Namespace, kept: dict) -> dict:
+    """The quickstart with the plan, with int6h and exact, seed by seed."""
+    path = runs.file("--out", args.out / "plan_quickstart.json", "run the part quickstart first")
+    ways = {
+        "none": ["--compression", "none"],
+        "int6h": ["--compression", "int6h"],
+        "plan": ["--compression.plan", str(path)],
+    }
+    results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
+    for seed in map(str, runs.numbers("--seeds", args.seeds, 0)):
+        for way, flags in ways.items():
+            if seed in results[way]:
+                continue
+            records = runs.make(QUICKSTART, args.out / f"{way}-{seed}.jsonl", [*flags, "--seed", seed], timeout=None)
+            last = records[-1]
+            ratio = last["comm_bytes_bf16"] / (last["comm_bytes"] or 1)
+            results[way][seed] = {"loss": last["validation_loss"], "ratio": ratio}
+            save(args, "training", results)
+    return results
+
+
+def compared(results: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """{way: mean relative difference to int6h, and its standard error, over paired seeds}."""
+    out = {}
+    for way, by_seed in results.items():
+        shared = [seed for seed in by_seed if seed in results.get("int6h", {})]
+        differences = [by_seed[seed]["loss"] / results["int6h"][seed]["loss"] - 1 for seed in shared]
+        if differences:
+            error = statistics.stdev(differences) / math.sqrt(len(shared)) if len(shared) > 1 else float("nan")
+            out[way] = {"difference": statistics.mean(differences), "error": error, "seeds": len(shared)}
+    return out
+
+
+# The report
+
+
+def save(args: argparse.Namespace, part: str, result: dict) -> None:
+    path = args.out / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    summary[part] = result
+    if part == "training":
+        summary["compared"] = compared(result)
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    report(args, summary)
+
+
+def report(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+    lines = runs.header("Plans from data: what calibration predicts, and what its plans cost", args.commit)
+    for part, write in (("measure", _of_model), ("perplexity", _of_plans), ("quickstart", _of_quickstart),
+                        ("training", _of_training)):  # fmt: skip
+        if part in summary:
+            lines += [*write(summary), ""]
+    (args.out / "README.md").write_text("\n".join(lines))
+
+
+def _of_model(summary: dict) -> list[str]:
+    measured = summary["measure"]
+    lines = [
+        "## Sensitivities of a pretrained model",
+        "",
+        f"SmolLM2-135M at tp 3 (emulated), float32, {measured['tokens']} tokens a set, one window of each of several "
+        f"sources. Rank correlation of the sums' sensitivities between two sets: {measured['rank_correlation']:.3f}, "
+        f"with feedback {measured['rank_correlation_with_feedback']:.3f}.",
+        "",
+        "Predicted rise of the perplexity with one codec everywhere, beside the one that `perplexity_smollm2` has on "
+        "other, held-out text:",
+        "",
+        "| codec | by element | by token | by element, the text's own labels | measured |",
+        "|---|---|---|---|---|",
+    ]
+    for name, predicted in measured["predicted"].items():
+        row = (*predicted.values(), measured["record"][name])
+        lines.append(f"| `{name}` | " + " | ".join(f"{value:+.2%}" for value in row) + " |")
+    names = list(measured["predicted"])
+    recorded = np.array([measured["record"][n] for n in names])
+    of = lambda key: np.array([measured["predicted"][n][key] for n in names])
+    clear = recorded > 0.002  # above their own standard errors
+    wrong = lambda key: float(np.median(np.abs(np.log(of(key)[clear] / recorded[clear]))))
+    quality = ", ".join(
+        f"{text} {rank_correlation(of(key), recorded):.3f} and {math.exp(wrong(key)):.2f}"
+        for key, text in (("element", "by element"), ("token", "by token"), ("text", "with the text's own labels"))
+    )
+    return [
+        *lines,
+        "",
+        f"Rank correlation with the measured, and factor that the median prediction is wrong by: {quality}.",
+    ]
+
+
+def _of_plans(summary: dict) -> list[str]:
+    lines = [
+        "## Plans on held-out text",
+        "",
+        "With error feedback, paired with the exact model token by token, on the windows of `perplexity_smollm2`.",
+        "",
+        "| plan | tokens | times fewer bytes | predicted | perplexity | change | standard error | same token |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    planned = summary.get("measure", {}).get("plans", {})
+    for name, r in summary["perplexity"].items():
+        predicted = planned.get(name, {}).get("predicted")
+        cells = [
+            f"`{name}`", str(r["tokens"]), f"{r['ratio']:.2f}", "" if predicted is None else f"{predicted:+.2%}",
+            f"{r['perplexity']:.2f}", f"{r['change']:+.2%}", f"{r['error']:.2%}", f"{r['agreement']:.1%}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _of_quickstart(summary: dict) -> list[str]:
+    q = summary["quickstart"]
+    lines = [
+        "## The quickstart's plan",
+        "",
+        f"After {q['steps']} steps, at tp 4. Rank correlation between two sets: {q['rank_correlation']:.3f} of forward "
+        f"sensitivities by layer, {q['rank_correlation_gradient']:.3f} of the gradient's. The plan has {q['bits']:.3f} "
+        "bits an element:",
+        "",
+        "| site | forward:backward |",
+        "|---|---|",
+    ]
+    return lines + [f"| {site} | {codecs} |" for site, codecs in q["plan"].items()]
+
+
+def _of_training(summary: dict) -> list[str]:
+    lines = [
+        "## The quickstart trained with it",
+        "",
+        "| way | times fewer bytes | validation loss by seed | against int6h | standard error |",
+        "|---|---|---|---|---|",
+    ]
+    for way, by_seed in summary["training"].items():
+        losses = ", ".join(f"{seed}: {r['loss']:.4f}" for seed, r in by_seed.items())
+        against = summary.get("compared", {}).get(way)
+        cells = ["", ""] if against is None else [f"{against['difference']:+.3%}", f"{against['error']:.3%}"]
+        ratio = next((f"{r['ratio']:.2f}" for r in by_seed.values()), "")
+        lines.append(f"| {way} | {ratio} | {losses} | {' | '.join(cells)} |")
+    return lines
+
+
+PARTS: dict[str, Callable] = {
+    "measure": measure, "perplexity": perplexity, "quickstart": quickstart, "training": training,
+}  # fmt: skip
+NEEDS = {"measure": ("model", "corpus"), "perplexity": ("model", "text")}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = runs.parser(__doc__)
+    add = parser.add_argument
+    add("part", choices=(*PARTS, "report"))
+    add("--out", type=Path, required=True)
+    add("--model", default=None)
+    add("--corpus", type=Path, default=None, help="folder with NAME.train.txt.xz")
+    add("--text", type=Path, default=None, help="lines of JSON with src and text")
+    add("--tp", type=int, default=3)
+    add("--devices", default=None, help="default: cpu:3 for the model, cpu:8 for the quickstart")
+    add("--bits", type=float, nargs="*", default=[4.57, 4.12])
+    add("--loss", type=float, nargs="*", default=[0.9], help="percent")
+    add("--length", type=int, default=512)
+    add("--batches", type=int, default=len(SOURCES))
+    add("--tokens", type=int, default=8192, help="of a set of the quickstart")
+    add("--context", type=int, default=1024)
+    add("--sources", type=int, default=7)
+    add("--only", default=None)
+    add("--steps", type=int, default=100)
+    add("--training-bits", type=float, default=5.0)
+    add("--seeds", default="0,1,2")
+    add("--commit", default=None, help="commit to name where there is no git")
+    args = parser.parse_args(arguments)
+    runs.folder("--out", args.out)
+    for key in ("tp", "length", "batches", "tokens", "context", "sources", "steps"):
+        runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
+    for key in NEEDS.get(args.part, ()):
+        runs.require(getattr(args, key) is not None, f"--{key}", None, f"the part {args.part} needs it")
+    path = args.out / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if args.part == "report":
+        report(args, summary)
+        return 0
+    if args.part != "training":
+        devices = args.devices or ("cpu:8" if args.part == "quickstart" else f"cpu:{args.tp}")
+        cli.select_devices(devices)
+        cli.devices(devices)
+    save(args, args.part, PARTS[args.part](args, summary.get(args.part, {})))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

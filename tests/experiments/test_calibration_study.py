@@ -1,0 +1,74 @@
+"""The study of plans: its arithmetic, its report, and what it refuses. Its runs are for machines with time."""
+
+import importlib
+import json
+import lzma
+
+import pytest
+
+from taco_jax.config import cli
+
+
+@pytest.fixture
+def study(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "experiments")
+    return importlib.import_module("calibration_study")
+
+
+def test_ranks_and_paired_seeds(study):
+    assert study.rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
+    assert study.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    of = lambda *losses: {str(seed): {"loss": loss, "ratio": 1.0} for seed, loss in enumerate(losses)}
+    found = study.compared({"int6h": of(2.0, 4.0), "plan": of(2.02, 4.12, 9.9)})
+    assert found["plan"] == {"difference": pytest.approx(0.02), "error": pytest.approx(0.01), "seeds": 2}
+    assert found["int6h"]["difference"] == 0
+
+
+def test_texts_of_two_places(study, tmp_path):
+    with lzma.open(tmp_path / "book.train.txt.xz", "wt") as file:
+        file.write("".join(f"{i:07d} " for i in range(80_000)))
+    first, second = (study.texts(tmp_path, ["book"], part, 100)[0] for part in range(2))
+    assert first.startswith("0012501 ") and second.startswith("0050001 ") and len(first) <= 100
+
+
+def test_the_report(study, tmp_path, capsys):
+    predicted = {
+        name: {"element": 0.01 * i, "token": 0.02, "text": 0.02} for i, (name, *_) in enumerate(study.RECORDED, 1)
+    }
+    record = {name: 0.011 * i for i, (name, *_) in enumerate(study.RECORDED, 1)}
+    scored = {"tokens": 7168, "ratio": 3.5, "perplexity": 32.0, "change": 0.007, "error": 0.002, "agreement": 0.94}
+    measured = {"tokens": 9, "rank_correlation": 0.99, "rank_correlation_with_feedback": 0.98, "predicted": predicted,
+                "record": record, "plans": {"bits_4.57": {"predicted": 0.008}}}  # fmt: skip
+    of_quickstart = {"steps": 3, "rank_correlation": 0.9, "rank_correlation_gradient": 0.8, "bits": 5.0,
+                     "plan": {"embed": "int6h:none"}}  # fmt: skip
+    trained = {"int6h": {"0": {"loss": 2.0, "ratio": 2.6}}, "plan": {"0": {"loss": 2.002, "ratio": 3.2}}}
+    summary = {
+        "measure": measured,
+        "perplexity": {"bits_4.57": scored},
+        "quickstart": of_quickstart,
+        "training": trained,
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"compared": study.compared(trained)}))
+    assert cli.run(study.main, ["report", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "| `bits_4.57` | 7168 | 3.50 | +0.80% | 32.00 | +0.70% | 0.20% | 94.0% |" in text
+    assert "by element 1.000 and 1.10, by token" in text and "| embed | int6h:none |" in text
+    assert (
+        "| plan | 3.20 | 0: 2.0020 | +0.100% | nan% |" in text
+        and "| `int8h` | +1.00% | +2.00% | +2.00% | +1.10% |" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["measure", "--model", "m.gguf"], "--corpus=None: the part measure needs it"),
+        (["perplexity", "--model", "m.gguf"], "--text=None: the part perplexity needs it"),
+        (["measure", "--length", "0"], "--length=0: must be above 0"),
+        (["training"], "plan_quickstart.json: no such file; run the part quickstart first"),
+    ],
+)
+def test_refused_in_one_line(study, tmp_path, capsys, arguments, message):
+    assert cli.run(study.main, [*arguments, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
