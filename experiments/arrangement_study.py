@@ -3,7 +3,7 @@
     python experiments/arrangement_study.py --model SmolLM2-135M-Instruct.Q4_1.gguf --text val.jsonl.xz \
         --learn enwiki.train.txt.xz manpages.train.txt.xz --out experiments/results/arrangement/smollm2
 
-Orders (ORDERS, `arrangement.py`) are learned from windows of the --learn texts, folded into the weights, and judged on
+Orders (ORDERS) are learned from windows of the --learn texts, folded into the weights, and judged on
 those of --text, which are bench_perplexity.py's. A codec sees every order on the same windows, paired token by token
 with its own result in the stored order. `_feedback` as in bench_perplexity.py. The exact model is run in each order
 too, to see that it stays the same. What OUT has is kept, so a table is made in as many goes as there is time for.
@@ -20,14 +20,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import arrangement
 import bench_perplexity
 import numpy as np
 import runs
 
+from taco_jax.calibration import arrangement
 from taco_jax.codec import as_codec
 from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError, cli
+from taco_jax.models.arrangement import fold
 
 if TYPE_CHECKING:
     from taco_jax.inference.perplexity import Score
@@ -52,6 +53,34 @@ HEAD = (
 )
 
 
+def by_size(sites: arrangement.Sites) -> np.ndarray:
+    """Returns the channels, the largest first: by the root of their mean squares, each site's over its own mean."""
+    squares_SD = sites.terms + sites.sums
+    return np.argsort(-np.mean(squares_SD / squares_SD.mean(1, keepdims=True), 0), kind="stable")
+
+
+def clustered(sites: arrangement.Sites, times: float = 3.0) -> np.ndarray:
+    """Returns the channels with more than `times` the median's mean square first, the others as they are."""
+    squares_SD = sites.terms + sites.sums
+    mean_D = np.mean(squares_SD / squares_SD.mean(1, keepdims=True), 0)
+    return np.argsort(mean_D <= times * np.median(mean_D), kind="stable")
+
+
+def spread(sites: arrangement.Sites, block: int) -> np.ndarray:
+    """Returns an order whose blocks get a channel in turn, the largest first: one that is large in each."""
+    largest = by_size(sites)
+    blocks = -(-len(largest) // block)
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    room = [min(block, len(largest) - block * i) for i in range(blocks)]
+    turn = 0
+    for channel in largest:
+        while len(dealt[turn % blocks]) == room[turn % blocks]:
+            turn += 1
+        dealt[turn % blocks].append(channel)
+        turn += 1
+    return np.concatenate(dealt)
+
+
 def orders(sites: arrangement.Sites, block: int, fed: bool, seed: int) -> dict[str, np.ndarray]:
     """Returns the orders of ORDERS for codecs of these blocks, with or without error feedback."""
     pairs = sites.pairs_fed if fed else sites.pairs
@@ -59,9 +88,9 @@ def orders(sites: arrangement.Sites, block: int, fed: bool, seed: int) -> dict[s
     drawn = [name for name in ORDERS if name.startswith("random")]
     found = {name: np.random.default_rng(seed + i).permutation(d_model) for i, name in enumerate(drawn)} | {
         "stored": np.arange(d_model),
-        "sorted": arrangement.by_size(sites),
-        "clustered": arrangement.clustered(sites),
-        "spread": arrangement.spread(sites, block),
+        "sorted": by_size(sites),
+        "clustered": clustered(sites),
+        "spread": spread(sites, block),
     }
     ends = [arrangement.learn(pairs, block, found[start]) for start in ("stored", "sorted")]
     return found | {"learned": min(ends, key=lambda order: arrangement.cost(order, pairs, block))}
@@ -290,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
             if name != "stored" and name not in args.orders:
                 continue
             order = found[name]
-            folded = arrangement.fold(params, order, checkpoint.config)
+            folded = fold(params, order, checkpoint.config)
             if name == "learned" and codec == next(iter(codecs)):
                 moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
             score, kl = own if name == "stored" else program(folded, order)

@@ -1,15 +1,9 @@
-"""Arrangements of a decoder's residual channels: learned from a calibration text, folded into the weights.
+"""An order of a decoder's residual channels in which blocks lose less, learned from a text.
 
-A codec's blocks are runs of channels. Which channels share a block is free: LayerNorm, RMSNorm and the additions of the
-residual stream commute with a permutation P of its channels, and products take it into their weights:
-
-    embedding, positions      columns           norms                          scale, bias
-    q, k, v, gate, up, head   rows              attention's out, mlp's down    columns, bias
-
-Logits stay what they are, to the rounding of sums in another order, and it costs nothing afterwards.
-
-`measure` runs a model on a text, `learn` makes an order of what it found, `fold` puts it into the weights. An order is
-int[D]: its first entry is the channel that comes first.
+A rotated block spreads its error evenly over its channels, with a power in proportion to the block's own. So a channel
+that the loss feels loses most where it shares a block with one that holds much. `measure` runs a model on a text and
+finds both for every pair of channels, `learn` makes an order of them, `taco_jax.models.arrangement` folds it into the
+weights. Sorted by size, blocks lose more, not less: channels that hold much are those that the loss feels.
 
 Dims: S sites (attention's out and mlp's down of each layer in turn), D model, B block, T phases of blocks.
 """
@@ -17,78 +11,18 @@ Dims: S sites (attention's out and mlp's down of each layer in turn), D model, B
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-
-from taco_jax.config import ConfigError
-from taco_jax.errors import did_you_mean
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from taco_jax.models.config import ModelConfig
 
-ROWS, COLUMNS = -2, -1
-"""The residual dim of a leaf that reads the stream, and of one that writes to it or scales it."""
-DIMS: dict[str, int | None] = {
-    "embed/table": COLUMNS, "embed/positions": COLUMNS, "head/kernel": ROWS,
-    **{f"{norm}/{name}": COLUMNS for norm in ("final_norm", "layers/attn_norm", "layers/mlp_norm",
-       "layers/attn_post_norm", "layers/mlp_post_norm") for name in ("scale", "bias")},
-    **{f"layers/{dense}/{name}": dim for dense in ("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up")
-       for name, dim in (("kernel", ROWS), ("bias", None))},
-    **{f"layers/{dense}/{name}": COLUMNS for dense in ("attn/out", "mlp/down") for name in ("kernel", "bias")},
-    "layers/attn/q_norm/scale": None, "layers/attn/k_norm/scale": None,
-}  # fmt: skip
-"""Path of each leaf -> its residual dim; None for those that have none."""
-
-
-def check_order(order: Sequence[int], d_model: int) -> np.ndarray:
-    """Returns the order as an array.
-
-    Raises:
-      ConfigError: it is no permutation of the model's channels.
-    """
-    order, rule = np.asarray(order), f"must have each of the model's channels, 0 to {d_model - 1}, once"
-    if order.ndim != 1 or order.dtype.kind not in "iu":
-        raise ConfigError(f"arrangement.order: has entries that are no integers; {rule}")
-    if len(order) != d_model:
-        raise ConfigError(f"arrangement.order: has {len(order)} entries; {rule}")
-    strange = order[(order < 0) | (order >= d_model)]
-    if len(strange):
-        raise ConfigError(f"arrangement.order: has {strange[0]}; {rule}")
-    counts = np.bincount(order, minlength=d_model)
-    if counts.max() > 1:
-        raise ConfigError(f"arrangement.order: has {counts.argmax()} {counts.max()} times; {rule}")
-    return order
-
-
-def inverse(order: Sequence[int]) -> np.ndarray:
-    """Returns the order that undoes `order`: fold(fold(params, order), inverse(order)) are the params."""
-    return np.argsort(np.asarray(order))
-
-
-def fold(params: Mapping[str, Any], order: Sequence[int], config: ModelConfig) -> dict[str, Any]:
-    """Returns the parameters of the same model with its residual channels in `order`.
-
-    params: the tree of `taco_jax.models.params`, arrays of the host or of devices, cut as `param_specs` says: no mesh
-    axis cuts the residual dim, so nothing is sent. Gradients and optimiser moments have the same tree, and fold alike.
-
-    Raises:
-      ConfigError: no order of the model's channels, or a leaf that is not of the decoder's tree.
-    """
-    import jax
-
-    order = check_order(order, config.d_model)
-
-    def one(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name not in DIMS:
-            raise ConfigError(f"arrangement: the tensor {name!r} is not of the decoder's; {did_you_mean(name, DIMS)}")
-        return leaf if DIMS[name] is None else leaf.take(order, axis=DIMS[name])
-
-    return jax.tree_util.tree_map_with_path(one, params)
+BLOCK = 32
+"""The block that a plan's order is made for: of the codecs of four bits that plans choose most."""
 
 
 def together(d_model: int, block: int) -> np.ndarray:
@@ -108,7 +42,7 @@ def together(d_model: int, block: int) -> np.ndarray:
     return share / (phases * block)
 
 
-def cost(order: Sequence[int], pairs: np.ndarray, block: int) -> float:
+def cost(order: Sequence[int], pairs: np.ndarray, block: int = BLOCK) -> float:
     """Returns what a rotated block's error costs in this order, up to a factor of the codec: nats.
 
     The error of a block is spread evenly over its channels, with a power in proportion to the block's. Each channel c
@@ -117,7 +51,7 @@ def cost(order: Sequence[int], pairs: np.ndarray, block: int) -> float:
     return float(np.sum(together(len(pairs), block) * pairs[np.ix_(order, order)]))
 
 
-def learn(pairs: np.ndarray, block: int, start: Sequence[int] | None = None, least: float = 1e-6) -> np.ndarray:
+def learn(pairs: np.ndarray, block: int = BLOCK, start: Sequence[int] | None = None, least: float = 1e-6) -> np.ndarray:
     """Returns the order that pairwise exchanges from `start` on lead to, the best one each time, for the least `cost`.
 
     They end where none takes more than this share of the cost away.
@@ -143,34 +77,6 @@ def learn(pairs: np.ndarray, block: int, start: Sequence[int] | None = None, lea
         by_block += share[:, swapped] @ (of[swapped] - before)
         by_block[:, swapped] = share @ of[:, swapped]
     return order
-
-
-def by_size(sites: Sites) -> np.ndarray:
-    """Returns the channels, the largest first: by the root of their mean squares, each site's over its own mean."""
-    squares_SD = sites.terms + sites.sums
-    return np.argsort(-np.mean(squares_SD / squares_SD.mean(1, keepdims=True), 0), kind="stable")
-
-
-def clustered(sites: Sites, times: float = 3.0) -> np.ndarray:
-    """Returns the channels with more than `times` the median's mean square first, the others as they are."""
-    squares_SD = sites.terms + sites.sums
-    mean_D = np.mean(squares_SD / squares_SD.mean(1, keepdims=True), 0)
-    return np.argsort(mean_D <= times * np.median(mean_D), kind="stable")
-
-
-def spread(sites: Sites, block: int) -> np.ndarray:
-    """Returns an order whose blocks get a channel in turn, the largest first: one that is large in each."""
-    largest = by_size(sites)
-    blocks = -(-len(largest) // block)
-    dealt: list[list[int]] = [[] for _ in range(blocks)]
-    room = [min(block, len(largest) - block * i) for i in range(blocks)]
-    turn = 0
-    for channel in largest:
-        while len(dealt[turn % blocks]) == room[turn % blocks]:
-            turn += 1
-        dealt[turn % blocks].append(channel)
-        turn += 1
-    return np.concatenate(dealt)
 
 
 class Sites(NamedTuple):
