@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 BLOCK = 32
 """The block that a plan's order is made for: of the codecs of four bits that plans choose most."""
 
+LEAST_GAIN = 0.05
+"""An order that is predicted to take less than this share away is not kept: experiments/results/arrangement_bytes has
+a model without outlying channels, where orders are all alike."""
+
 
 def together(d_model: int, block: int) -> np.ndarray:
     """float64[D, D]: the share of tokens in which two places are in one block, over the block's size.

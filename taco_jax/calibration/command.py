@@ -340,8 +340,9 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
     return dataclasses.replace(plan, arrangement=arrangement), lines
 
 
-def _arranged(model: Any, read: Sequence[Any], feedback: bool) -> tuple[dict[str, Any], Any]:
-    """Returns (a plan's arrangement, learned on these batches, the model with it folded in)."""
+def _arranged(model: Any, read: Sequence[Any], feedback: bool) -> tuple[dict[str, Any] | None, Any]:
+    """Returns (a plan's arrangement, learned on these batches, the model with it folded in), or (None, the model) where
+    no order is worth it."""
     import numpy as np
 
     from taco_jax.calibration import arrangement
@@ -352,6 +353,9 @@ def _arranged(model: Any, read: Sequence[Any], feedback: bool) -> tuple[dict[str
     order = arrangement.learn(pairs)
     ratio = arrangement.cost(order, pairs) / arrangement.cost(range(len(order)), pairs)
     cli.say(f"order of the residual channels: predicted to lose {ratio:.2f} of what the stored one loses")
+    if ratio > 1 - arrangement.LEAST_GAIN:
+        cli.say(f"it is left as stored: another must take at least {arrangement.LEAST_GAIN:.0%} away")
+        return None, model
     folded = dataclasses.replace(model, params=fold(model.params, order, model.config))
     return {"order": [int(channel) for channel in order], "predicted": ratio}, folded
 
