@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 
     from taco_jax.models.config import ModelConfig
 
-BLOCK = 32
-"""The block that a plan's order is made for: of the codecs of four bits that plans choose most."""
+BLOCKS = (32, 128)
+"""The blocks that a plan's order is made for, both alike: plans mix codecs."""
 
 LEAST_GAIN = 0.05
 """An order that is predicted to take less than this share away is not kept: experiments/results/arrangement_bytes has
 a model without outlying channels, where orders are all alike."""
 
 
-def together(d_model: int, block: int) -> np.ndarray:
-    """float64[D, D]: the share of tokens in which two places are in one block, over the block's size.
+def together(d_model: int, block: int | Sequence[int]) -> np.ndarray:
+    """float64[D, D]: the share of tokens in which two places are in one block, over the block's size; of several blocks
+    the mean.
 
     Blocks are runs of the flattened message, so where the block does not divide D its ends move from token to token,
     and a block may have the end of one token and the start of the next.
     """
+    if not isinstance(block, int):
+        return np.mean([together(d_model, each) for each in block], axis=0)
     places = np.arange(d_model)
     phases = math.lcm(block, d_model) // d_model
     share = np.zeros((d_model, d_model))
@@ -46,7 +49,7 @@ def together(d_model: int, block: int) -> np.ndarray:
     return share / (phases * block)
 
 
-def cost(order: Sequence[int], pairs: np.ndarray, block: int = BLOCK) -> float:
+def cost(order: Sequence[int], pairs: np.ndarray, block: int | Sequence[int] = BLOCKS) -> float:
     """Returns what a rotated block's error costs in this order, up to a factor of the codec: nats.
 
     The error of a block is spread evenly over its channels, with a power in proportion to the block's. Each channel c
@@ -55,7 +58,9 @@ def cost(order: Sequence[int], pairs: np.ndarray, block: int = BLOCK) -> float:
     return float(np.sum(together(len(pairs), block) * pairs[np.ix_(order, order)]))
 
 
-def learn(pairs: np.ndarray, block: int = BLOCK, start: Sequence[int] | None = None, least: float = 1e-6) -> np.ndarray:
+def learn(
+    pairs: np.ndarray, block: int | Sequence[int] = BLOCKS, start: Sequence[int] | None = None, least: float = 1e-6
+) -> np.ndarray:
     """Returns the order that pairwise exchanges from `start` on lead to, the best one each time, for the least `cost`.
 
     They end where none takes more than this share of the cost away.

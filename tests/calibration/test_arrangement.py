@@ -66,6 +66,16 @@ def test_the_cost_is_that_of_a_rotated_codec():
         assert ratio == pytest.approx(1, abs=0.15), name
 
 
+def pairs_of(slopes_SND, sent_SND):
+    """Mean over tokens of slopes of one channel times what is sent in another, tokens capped in their own window."""
+    cost_SN1 = slopes_SND.sum(2, keepdims=True) * sent_SND.sum(2, keepdims=True)
+    median_SN1 = np.concatenate([np.broadcast_to(np.median(c, 1, keepdims=True), c.shape)
+                                 for c in np.split(cost_SN1, 2, axis=1)], 1)  # fmt: skip
+    capped = slopes_SND * np.minimum(1, 10 * median_SN1 / np.maximum(cost_SN1, 1e-30))
+    assert (cost_SN1 > 10 * median_SN1).any() or not slopes_SND.all()  # some tokens are
+    return np.einsum("snc,snd->cd", capped, sent_SND) / slopes_SND.shape[1]
+
+
 def test_sizes_and_slopes_are_those_of_the_model():
     """The sums of a model at tp 2 are those of the same at tp 1, and slopes are what a small error costs."""
     run = Run(QWEN2, tp=2)
@@ -77,6 +87,10 @@ def test_sizes_and_slopes_are_those_of_the_model():
     np.testing.assert_allclose(two.sent[:, :, :2].sum(2), two.sent[:, :, 2], atol=1e-5)
     np.testing.assert_allclose(two.terms, np.square(two.sent[:, :, :2]).sum(2).mean(1), rtol=1e-4)
     np.testing.assert_allclose(two.slopes_fed[:-1], (two.slopes[:-1] - two.slopes[1:]), atol=1e-7)
+    for pairs, slopes in ((two.pairs, two.slopes), (two.pairs_fed, two.slopes_fed)):
+        np.testing.assert_allclose(
+            pairs, pairs_of(np.square(slopes), np.square(two.sent).sum(2)), rtol=1e-3, atol=1e-12
+        )
     assert not two.slopes_fed[-1].any() and (two.gradients > 0).all()
 
 

@@ -30,6 +30,8 @@ def test_a_folded_model_is_the_same_and_its_gradients_are_folded_alike(config):
     run, order = Run(config, tp=2), drawn(config.d_model)
     params, *batch = run.arguments()
     folded = fold(params, order, config)
+    table, own = params["embed"]["table"], folded["embed"]["table"]
+    np.testing.assert_array_equal(own, table[:, order])  # the first entry is the channel that comes first
     moved = [name for name, leaf in by_path(params).items() if (leaf != by_path(folded)[name]).any()]
     still = ("attn/q/bias", "attn/k/bias", "attn/v/bias", "mlp/up/bias", "mlp/gate/bias", "attn/q_norm/scale",
              "attn/k_norm/scale")  # fmt: skip
