@@ -89,7 +89,7 @@ def learn(
 
 
 class Sites(NamedTuple):
-    """What `measure` finds at the residual's sums.
+    """Statistics of the residual's sums, as `measure` finds them.
 
     terms, sums, gradients: mean squares over tokens, float64[S, D]: of the ranks' own terms, added up over ranks; of
     their sum; of the loss's gradient at the sum, nats of a token.
