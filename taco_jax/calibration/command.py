@@ -48,6 +48,7 @@ def _parser() -> cli.Parser:
     add("--codecs", default=None, help="candidates, separated by semicolons: 'int4h;int4h,block=32;int8h'")
     add("--feedback", choices=("on", "off"), default=None, help="error feedback of forward sums; default: as the use")
     add("--by", choices=("layer", "kind"), default=None, help="a codec for each layer, or for all layers' like sites")
+    add("--arrange", action="store_true", help="first learn an order of the residual channels (with first_token)")
     add("--tokens", type=int, default=4096, help="tokens to measure on")
     add("--length", type=int, default=None, help="tokens of a sequence; default: 512, or data.sequence_length")
     add("--steps", type=int, default=100, help="steps to train first where a configuration has no weights yet")
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     has_config = any(arg.partition("=")[0] == "--config" for arg in rest)
     config = cli.parse(rest, prog=PROGRAM)
     use = options.use or ("first_token" if options.model and not has_config else "training")
+    if use == "training" and options.arrange:
+        raise ConfigError("--arrange: is of inference, which folds orders into weights as it reads them; leave it out")
     if options.model is None and not has_config:
         raise ConfigError("--config, --model: say what to measure, an experiment file or a model's weights")
     if config.mesh.tp == 1:
@@ -320,6 +323,9 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
         subject.data, vocab_size=model.config.vocab_size, tokenizer=subject.tokenizer, length=subject.length,
         tokens=options.tokens,
     )  # fmt: skip
+    arrangement = None
+    if options.arrange:
+        arrangement, model = _arranged(model, read, subject.feedback)
     codecs = candidates(options)
     measured_codecs = codecs if not training or REFERENCE in codecs else (*codecs, REFERENCE)
     try:
@@ -329,7 +335,29 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return plan_of(measured, loss, subject, budget, codecs, forecast=forecast, made=_made(made, subject, read))
+    made = _made(made, subject, read)
+    plan, lines = plan_of(measured, loss, subject, budget, codecs, forecast=forecast, made=made)
+    return dataclasses.replace(plan, arrangement=arrangement), lines
+
+
+def _arranged(model: Any, read: Sequence[Any], feedback: bool) -> tuple[dict[str, Any] | None, Any]:
+    """Returns (a plan's arrangement, learned on these batches, the model with it folded in), or (None, the model) where
+    no order is worth it."""
+    import numpy as np
+
+    from taco_jax.calibration import arrangement
+    from taco_jax.models.arrangement import fold
+
+    sites = arrangement.measure(model.config, model.mesh, model.params, np.concatenate(read))
+    pairs = sites.pairs_fed if feedback else sites.pairs
+    order = arrangement.learn(pairs)
+    ratio = arrangement.cost(order, pairs) / arrangement.cost(range(len(order)), pairs)
+    cli.say(f"order of the residual channels: predicted to lose {ratio:.2f} of what the stored one loses")
+    if ratio > 1 - arrangement.LEAST_GAIN:
+        cli.say(f"it is left as stored: another must take at least {arrangement.LEAST_GAIN:.0%} away")
+        return None, model
+    folded = dataclasses.replace(model, params=fold(model.params, order, model.config))
+    return {"order": [int(channel) for channel in order], "predicted": ratio}, folded
 
 
 def _made(made: Mapping[str, Any], subject: Subject, read: Sequence[Any]) -> dict[str, Any]:

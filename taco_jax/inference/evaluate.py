@@ -94,6 +94,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     from taco_jax.inference.settings import Settings
     from taco_jax.inference.text import missing_tokenizer
     from taco_jax.mesh import make_mesh
+    from taco_jax.models.arrangement import fold
 
     checkpoint = open_checkpoint(config.model)
     if checkpoint.tokenizer is None:
@@ -126,6 +127,7 @@ def perplexity(config: PerplexityConfig) -> dict[str, dict]:
     cli.say(f"{len(ids) - 1} tokens of {config.text}, {where}")
     results, exact = {}, None
     for codec, each in settings.items():
+        evaluation.params = params if each.order is None else fold(params, each.order, checkpoint.config)
         score = evaluation.score(each)
         if exact is None and not math.isfinite(score.loss):
             raise ConfigError(f"--model {config.model}: {why_not_finite(config.dtype)}")

@@ -112,7 +112,7 @@ class Generator:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.settings.layout(self.config, self.mesh.devices.flat[0], decoding=False)  # raises before minutes of reading
-        params = load_params(self.checkpoint, self.mesh, dtype)
+        params = load_params(self.checkpoint, self.mesh, dtype, self.settings.order)
         self.programs = Programs(self.config, self.settings, self.mesh, params)
         self.timing: Timing | None = None
 

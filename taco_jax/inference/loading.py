@@ -10,7 +10,7 @@ So no device and no moment needs the whole model: beside what lies on the device
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from taco_jax.inference.templates import Template, called_special, read_template
 from taco_jax.inference.tensors import AT_ONCE, SafetensorsFolder, Tensors, check_sizes, finite, not_finite
 from taco_jax.inference.text import IN_MEMORY, ByteTokenizer, Tokenizer, read_tokenizer
 from taco_jax.models import huggingface
+from taco_jax.models.arrangement import check_order, fold, fold_leaf
 from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.huggingface import Source
 from taco_jax.models.params import init_params, param_specs
@@ -117,11 +118,14 @@ def in_memory(
     return Checkpoint(IN_MEMORY, config, InMemory(params, seed), read, frozenset(eos))
 
 
-def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any]:
+def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any, order: Sequence[int] | None = None) -> dict[str, Any]:
     """The decoder's parameters on the mesh, cut over its axis tp as `param_specs` says.
 
+    order: of the residual channels (`taco_jax.models.arrangement`); None: as stored.
+
     Raises:
-      ConfigError: a tensor that is missing, left over or of another shape than the config says, with its file.
+      ConfigError: a tensor that is missing, left over or of another shape than the config says, with its file; an
+        order that is none of the model's channels.
     """
     config, tp = checkpoint.config, mesh.shape["tp"]
     try:
@@ -129,17 +133,20 @@ def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any) -> dict[str, Any
     except ValueError as error:
         raise ConfigError(f"tp={tp}: {error}") from None
     if isinstance(checkpoint.tensors, InMemory | RunFolder):
-        return checkpoint.tensors.place(config, mesh, dtype)
+        placed = checkpoint.tensors.place(config, mesh, dtype)
+        return placed if order is None else fold(placed, order, config)
     names = _names(checkpoint)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), tp))
+    channels = None if order is None else check_order(order, config.d_model)
 
     def load(path, leaf, spec):
         reader = _reader(checkpoint, names, path, leaf.shape)
         reader.check()
         target = np.dtype(jnp.float32 if reader.is_vector else dtype)
-        return jax.make_array_from_callback(
+        placed = jax.make_array_from_callback(
             leaf.shape, NamedSharding(mesh, spec), lambda index: reader.read(index, target), dtype=target
         )
+        return placed if channels is None else fold_leaf(path, placed, channels)
 
     return jax.tree_util.tree_map_with_path(load, shapes, param_specs(config, tp))
 

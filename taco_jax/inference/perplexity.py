@@ -123,7 +123,13 @@ class Evaluation:
 
 
 def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelConfig, layout: Layout):
-    """(nll float32[B, L], best int32[B, L], {site: float32[N, 2]}), inside the shard_map: the decoder's layers, with
+    """(nll float32[B, L], best int32[B, L], {site: float32[N, 2]}), inside the shard_map: see `measured_stream`."""
+    x_BLD, power = measured_stream(params, tokens_BL, config, layout)
+    return *decoder.head_score(params, x_BLD, targets_BL, config, layout.par), power
+
+
+def measured_stream(params, tokens_BL: jax.Array, config: ModelConfig, layout: Layout):
+    """(the final normalisation's output x_BLD, {site: float32[N, 2]}), inside the shard_map: the decoder's layers, with
     the exact sum beside every compressed one (zeros where there is none)."""
     par, scales = layout.par, layout.scales()
     params = decoder.use_replicated_params(params, config, par)
@@ -152,5 +158,4 @@ def measured(params, tokens_BL: jax.Array, targets_BL: jax.Array, config: ModelC
 
     x_BLD = decoder.embed(params, tokens_BL, config, par, {})
     stream, power = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
-    x_BLD = norm(finish_stream(stream, par, "error"), params["final_norm"], config)
-    return *decoder.head_score(params, x_BLD, targets_BL, config, par), power
+    return norm(finish_stream(stream, par, "error"), params["final_norm"], config), power

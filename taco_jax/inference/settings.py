@@ -132,6 +132,12 @@ class Settings:
         """Returns the options that all sums share, without their codecs where a plan's file has those."""
         return self.compression.options if isinstance(self.compression, Planned) else self.compression
 
+    @property
+    def order(self) -> list[int] | None:
+        """Returns the order of the residual channels that a plan's file asks for, None where there is none."""
+        found = self.compression.file.arrangement if isinstance(self.compression, Planned) else None
+        return None if found is None else found["order"]
+
     def layout(self, config: ModelConfig, device, *, decoding: bool) -> Layout:
         """Returns the layout of the program that takes whole prompts, or of the one that takes a token of each row.
 

@@ -120,6 +120,9 @@ def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> 
     if planned.made.get("use", "training") != "training":
         rule = "is a plan for inference; make one with python -m taco_jax.calibrate --use training"
         raise ConfigError(f"{planned.source}: {rule}")
+    if planned.arrangement is not None:
+        rule = "is of inference, which folds it into weights as it reads them; calibrate without --arrange"
+        raise ConfigError(f"{planned.source}: arrangement: {rule}")
     planned.check_model(shape_of(config.model), names)
     fed = [name for name, site in planned.sites.items() if site.error_feedback]
     for key, value, limit in (

@@ -154,6 +154,7 @@ OUT = ("--out", "plan.json")
         ((*SEVEN, *OUT, "--bits", "4", "--codecs", "int8_token"), "--codecs int8_token: has blocks of tokens"),
         ((*SEVEN, *OUT, "--bits", "4", "--tokens", "0"), "--tokens 0: must be at least 1"),
         ((*SEVEN, *OUT, "--bits", "4", "--mesh.tp", "1"), "mesh.tp=1: one device sends nothing; set --mesh.tp"),
+        ((*SEVEN, *OUT, "--bits", "4", "--arrange"), "--arrange: is of inference, which folds orders into weights"),
         ((*OUT, "--bits", "4", "--mesh.tp", "2"), "--config, --model: say what to measure"),
         ((*OUT, "--bits", "4", "--mesh.tp", "2", "--model", "none"), "--model none: "),
     ],

@@ -127,4 +127,28 @@ MUTANTS = (
         "for name, compression in of_file}",
         (f"{COMMAND[0]} -k by_layer",),
     ),
+    Mutant(
+        "arrangement-inverse",
+        "a plan's order of channels is folded the wrong way round, consistently",
+        "taco_jax/models/arrangement.py",
+        "lambda a: jnp.take(a, order, axis=dim)",
+        "lambda a: jnp.take(a, np.argsort(order), axis=dim)",
+        ("tests/models/test_folding.py -k gpt2_untied",),
+    ),
+    Mutant(
+        "arrangement-pairs",
+        "what shares a block with a channel is taken for what it holds itself: pairs are turned",
+        "taco_jax/calibration/arrangement.py",
+        'jnp.einsum("slc,sld->cd"',
+        'jnp.einsum("slc,sld->dc"',
+        ("tests/calibration/test_arrangement.py -k sizes",),
+    ),
+    Mutant(
+        "arrangement-crossing",
+        "blocks are thought to end with a token",
+        "taco_jax/calibration/arrangement.py",
+        "share += same | crossing | crossing.T",
+        "share += same",
+        ("tests/calibration/test_arrangement.py -k places",),
+    ),
 )
