@@ -13,7 +13,7 @@ measure     a pretrained model at tp 3 on two sets of training texts (of each so
 perplexity  the plans on the held-out windows of bench_perplexity.py, paired with the exact model token by token, with
             error feedback (--only names plans; what OUT has is kept)
 quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
-training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds; what OUT has is kept)
+training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept)
 report      OUT/README.md of what is there
 
 Every part keeps its results in OUT/summary.json and writes the report. `--tokens` and `--length` make the sets smaller.
@@ -215,16 +215,19 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
 
 def training(args: argparse.Namespace, kept: dict) -> dict:
     """The quickstart with the plan, with int6h and exact, seed by seed."""
-    path = runs.file("--out", args.out / "plan_quickstart.json", "run the part quickstart first")
+    path = args.out / "plan_quickstart.json"
     ways = {
         "none": ["--compression", "none"],
         "int6h": ["--compression", "int6h"],
         "plan": ["--compression.plan", str(path)],
     }
+    wanted = runs.choices("--ways", args.ways, list(ways))
+    if "plan" in wanted:
+        runs.file("--out", path, "run the part quickstart first")
     results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
     for seed in map(str, runs.numbers("--seeds", args.seeds, 0)):
         for way, flags in ways.items():
-            if seed in results[way]:
+            if way not in wanted or seed in results[way]:
                 continue
             records = runs.make(QUICKSTART, args.out / f"{way}-{seed}.jsonl", [*flags, "--seed", seed], timeout=None)
             last = records[-1]
@@ -380,6 +383,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--steps", type=int, default=100)
     add("--training-bits", type=float, default=5.0)
     add("--seeds", default="0,1,2")
+    add("--ways", default="none,int6h,plan", help="of the part training")
     add("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
     runs.folder("--out", args.out)
