@@ -113,8 +113,9 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         model, "first_token", tuple(f"layers/{row}" for row in ROWS), checkpoint.tokenizer, feedback=True,
         by_layer=True, data="corpus", length=length, elements=length * config.d_model,
     )  # fmt: skip
-    budgets = {f"bits_{bits:g}": Budget("bits", bits, f"{bits:g} bits") for bits in args.bits}
-    budgets |= {f"loss_{share:g}": Budget("loss", share / 100, f"{share:g}% loss") for share in args.loss}
+    name_of = lambda kind, value: f"{kind}_{value:g}".replace(".", "_")
+    budgets = {name_of("bits", bits): Budget("bits", bits, f"{bits:g} bits") for bits in args.bits}
+    budgets |= {name_of("loss", share): Budget("loss", share / 100, f"{share:g}% loss") for share in args.loss}
     out = {}
     for name, budget in budgets.items():
         tokens = sum(batch.shape[1] - 1 for batch in batches)

@@ -4,7 +4,7 @@
         --devices cpu:4 --codecs int4h:int8h
 
 Both runs take the same compiled step and the same data. The guarded one measures when its own account says so, which is
-the thing to be measured: a measuring step costs so many plain steps, and the account waits until that is 0.5 % of all.
+the thing to be measured: a measuring step costs so many plain steps, and the account waits until that is a small share.
 Other flags go to the trainer. On emulated devices the time of the process's threads (CPU) says more than that of the
 clock, which others on the machine share.
 

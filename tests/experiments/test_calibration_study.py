@@ -38,20 +38,20 @@ def test_the_report(study, tmp_path, capsys):
     record = {name: 0.011 * i for i, (name, *_) in enumerate(study.RECORDED, 1)}
     scored = {"tokens": 7168, "ratio": 3.5, "perplexity": 32.0, "change": 0.007, "error": 0.002, "agreement": 0.94}
     measured = {"tokens": 9, "rank_correlation": 0.99, "rank_correlation_with_feedback": 0.98, "predicted": predicted,
-                "record": record, "plans": {"bits_4.57": {"predicted": 0.008}}}  # fmt: skip
+                "record": record, "plans": {"bits_4_57": {"predicted": 0.008}}}  # fmt: skip
     of_quickstart = {"steps": 3, "rank_correlation": 0.9, "rank_correlation_gradient": 0.8, "bits": 5.0,
                      "plan": {"embed": "int6h:none"}}  # fmt: skip
     trained = {"int6h": {"0": {"loss": 2.0, "ratio": 2.6}}, "plan": {"0": {"loss": 2.002, "ratio": 3.2}}}
     summary = {
         "measure": measured,
-        "perplexity": {"bits_4.57": scored},
+        "perplexity": {"bits_4_57": scored},
         "quickstart": of_quickstart,
         "training": trained,
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"compared": study.compared(trained)}))
     assert cli.run(study.main, ["report", "--out", str(tmp_path), "--commit", "abc"]) == 0
     text = (tmp_path / "README.md").read_text()
-    assert "| `bits_4.57` | 7168 | 3.50 | +0.80% | 32.00 | +0.70% | 0.20% | 94.0% |" in text
+    assert "| `bits_4_57` | 7168 | 3.50 | +0.80% | 32.00 | +0.70% | 0.20% | 94.0% |" in text
     assert "by element 1.000 and 1.10, by token" in text and "| embed | int6h:none |" in text
     assert (
         "| plan | 3.20 | 0: 2.0020 | +0.100% | nan% |" in text
