@@ -85,6 +85,11 @@ def start(launch: Launch, config: TrainConfig, reporter: Reporter) -> None:
         f"{jax.device_count()} devices"
     )
     if config.mesh.size != jax.device_count():
+        from jax.experimental import multihost_utils
+
+        # All refuse it. The first process serves the others' start, and must not leave before they have their devices.
+        with contextlib.suppress(RuntimeError):
+            multihost_utils.sync_global_devices("taco_jax mesh")
         raise ConfigError(
             f"mesh: dp {config.mesh.dp} x pp {config.mesh.pp} x tp {config.mesh.tp} is {config.mesh.size} devices, the "
             f"{launch.processes} processes hold {jax.device_count()}, and with several processes all of them take part"
