@@ -11,11 +11,10 @@ from taco_jax.dropin import collective_forms, host_calls, observer
 from taco_jax.dropin.collective_forms import Collective
 from taco_jax.dropin.hlo_module import Module
 from taco_jax.dropin.hlo_proto import NAMES
-from taco_jax.dropin.mesh_axes import live_meshes, of_devices
 from taco_jax.dropin.plan import DropInPlan, Rule
 from taco_jax.dropin.replacement import inline
 from taco_jax.dropin.report import History, Program, note
-from taco_jax.dropin.rewrite import UNNAMED, Chooser, fewer_messages, write_note
+from taco_jax.dropin.rewrite import UNNAMED, Chooser, fewer_messages, partitioned, write_note
 from taco_jax.dropin.splice import Choice, memory_order, plain
 
 NOT_MEASURED = "its axis or operation is not measured"
@@ -59,20 +58,16 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
 
     Lists all collectives in the history. The results of the module are those of before, bit for bit.
     """
-    module = Module(serialized)
-    devices = [i for replica in module.proto.device_assignment.devices for i in replica.ids[:1]]
-    if len(devices) < 2:
+    opened = partitioned(serialized)
+    if opened is None:
         return None
-    made = live_meshes()
-    meshes = of_devices(made, devices)
-    if collective_forms.take_apart(module):
-        module = Module(module.serialize())
-    found = collective_forms.collectives(module, len(devices), meshes)
+    module, partitions, meshes = opened.module, opened.partitions, opened.meshes
+    found = collective_forms.collectives(module, partitions, meshes)
     if not found:
         return None
     plan = measuring.plan(found)
     chooser = Chooser(module, plan)
-    together = _together(module, plan, len(devices), meshes)
+    together = _together(module, plan, partitions, meshes)
     id = hashlib.sha256(serialized).hexdigest()[:16]
     chosen = [(c, n, chooser.choice(c, part)) for c in found for n, part in enumerate(c.parts)]
     runs = {c.computation.proto.id: module.runs(c.computation) for c in found}
@@ -89,9 +84,7 @@ def observe(serialized: bytes, measuring: Measuring, history: History) -> bytes 
             _put(collective, n, choice, measuring.codecs, observer.header(id, len(sites) - 1))
     for computation in {c.computation.proto.id: c.computation for c, _, choice in chosen if choice.request}.values():
         computation.reorder()
-    wide = {name for mesh in meshes for name, size in mesh.shape.items() if size > 1}
-    names = {(name, name in wide) for mesh in made for name in mesh.axis_names}
-    written = note(measuring, Program(id, module.name, tuple(sites), frozenset(chooser.rules), frozenset(names)))
+    written = note(measuring, Program(id, module.name, tuple(sites), frozenset(chooser.rules), opened.axes))
     history.add(written)
     write_note(module, written)
     return module.serialize()

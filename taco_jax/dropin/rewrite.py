@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from taco_jax.compression import tuned
 from taco_jax.dropin import collective_forms, combine_sums, dataflow, merge_sums, share_collectives, sum_and_slice
@@ -30,21 +31,44 @@ SENT = {
 }
 
 
-def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | None:
-    """The module with its collectives compressed, None where it has none. Lists all of them in the history."""
+class Partitioned(NamedTuple):
+    """A module of several devices, taken apart. made: the meshes that there are; meshes: those of its devices."""
+
+    module: Module
+    partitions: int
+    made: list
+    meshes: list
+
+    @property
+    def axes(self) -> frozenset[tuple[str, bool]]:
+        """Each axis of the meshes that there are, and whether the module's own have several devices along it."""
+        wide = {name for mesh in self.meshes for name, size in mesh.shape.items() if size > 1}
+        return frozenset((name, name in wide) for mesh in self.made for name in mesh.axis_names)
+
+
+def partitioned(serialized: bytes) -> Partitioned | None:
+    """The module with its collectives taken apart; None where one device runs it."""
     module = Module(serialized)
-    assignment = module.proto.device_assignment
-    devices = [i for replica in assignment.devices for i in replica.ids[:1]]
+    devices = [i for replica in module.proto.device_assignment.devices for i in replica.ids[:1]]
     if len(devices) < 2:
         return None
     made = live_meshes()
     meshes = of_devices(made, devices)
     if collective_forms.take_apart(module):
         module = Module(module.serialize())
-    module, matched, _ = fewer_messages(module, plan, len(devices), meshes)
-    if combine_sums.combine(module, Chooser(module, plan).joined, len(devices), meshes):
+    return Partitioned(module, len(devices), made, meshes)
+
+
+def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | None:
+    """The module with its collectives compressed, None where it has none. Lists all of them in the history."""
+    opened = partitioned(serialized)
+    if opened is None:
+        return None
+    partitions, meshes = opened.partitions, opened.meshes
+    module, matched, _ = fewer_messages(opened.module, plan, partitions, meshes)
+    if combine_sums.combine(module, Chooser(module, plan).joined, partitions, meshes):
         module = Module(module.serialize())
-    found = collective_forms.collectives(module, len(devices), meshes)
+    found = collective_forms.collectives(module, partitions, meshes)
     if not found:
         return None
     chooser = Chooser(module, plan)
@@ -53,10 +77,8 @@ def rewrite(serialized: bytes, plan: DropInPlan, history: History) -> bytes | No
     runs = [module.runs(c.computation) for c in found]
     for (collective, chosen), times in zip(choices, runs):
         chooser.apply(collective, chosen, times)
-    wide = {name for mesh in meshes for name, size in mesh.shape.items() if size > 1}
-    names = {(name, name in wide) for mesh in made for name in mesh.axis_names}
     id = hashlib.sha256(serialized).hexdigest()[:16]
-    written = note(plan, Program(id, module.name, tuple(chooser.sites), frozenset(chooser.rules), frozenset(names)))
+    written = note(plan, Program(id, module.name, tuple(chooser.sites), frozenset(chooser.rules), opened.axes))
     history.add(written)
     write_note(module, written)
     return module.serialize()

@@ -4,7 +4,6 @@ import json
 import sys
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 
@@ -15,9 +14,7 @@ def main(port, process, processes, path):
 
     import taco_jax
 
-    # Each row of tensor lies in both processes: sums over tensor and over data go between them.
-    devices = np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(2, 4)
-    on = jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    on = programs.mesh_between_processes()
     args = programs.weights(on)
     f = programs.step(on, out_shardings=jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec()))
     exact = f(*args)

@@ -14,9 +14,7 @@ def main(port, process, processes):
 
     import taco_jax
 
-    # Each row of tensor lies in both processes: sums over tensor and over data go between them.
-    devices = np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(2, 4)
-    on = jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    on = programs.mesh_between_processes()
     args = programs.weights(on)
     f = programs.step(on, out_shardings=jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec()))
     with taco_jax.compressed({"tensor": "int8h", "data": "int6h"}, require=0.95) as report:

@@ -25,6 +25,12 @@ def mesh(kind=AxisType.Auto, **axes):
     return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
 
+def mesh_between_processes():
+    """Data 2 x tensor 4 of two processes' 8 devices. Each row of tensor lies in both: all sums go between them."""
+    devices = np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(2, 4)
+    return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
 def sharded(on, x, *spec):
     return jax.device_put(x, NamedSharding(on, P(*spec)))
 
