@@ -32,6 +32,7 @@ import tyro
 from tyro.conf import Positional
 
 from taco_jax.config import ConfigError, cli
+from taco_jax.data.prepare.output import to_disk
 
 if TYPE_CHECKING:
     from taco_jax.inference.run_folder import RunFolder
@@ -176,7 +177,7 @@ def _whole_or_nothing(target: Path) -> Iterator[Path]:
         folder.chmod(0o777 & ~mask)
         for file in folder.iterdir():
             file.chmod(0o666 & ~mask)  # some libraries make files for their user alone
-            _sync(file)
+            to_disk(file)
         os.fsync(lock)
         try:
             folder.rename(target)  # takes the place of an empty folder too
@@ -184,7 +185,7 @@ def _whole_or_nothing(target: Path) -> Iterator[Path]:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise ConfigError(f"--to {target}: something was put there meanwhile; name another folder") from None
-        _sync(parent)
+        to_disk(parent)
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)  # is gone where all went well
@@ -214,14 +215,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 class Shard(NamedTuple):

@@ -38,12 +38,12 @@ def write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    _to_disk(path.parent)
+    to_disk(path.parent)
 
 
-def _to_disk(folder: Path) -> None:
-    """Brings the names of a folder's files to the disk."""
-    number = os.open(folder, os.O_RDONLY)
+def to_disk(path: Path) -> None:
+    """Brings a file's content, or the names of a folder's files, to the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
@@ -311,7 +311,7 @@ class Output:
             for row in rows:
                 with contextlib.suppress(FileNotFoundError):  # a run that ended here has moved it
                     os.replace(self.progress / (row["name"] + PART), self.folder / row["name"])
-        _to_disk(self.folder)
+        to_disk(self.folder)
         splits = {
             split: {key: sum(row[key] for row in rows) for key in ("tokens", "documents")} | {"files": rows}
             for split, rows in self._closed.items()
