@@ -231,7 +231,7 @@ def record() -> dict:
 
 
 def other_axes() -> tuple[dict, dict]:
-    """What stages and data parallelism send, from runs in which all axes were compressed at once."""
+    """Returns what stages and data parallelism send, from runs in which all axes were compressed at once."""
     variants = summary("three_axes")["runs"]
     exact = variants["exact"]
     stages, gradients = {}, {}

@@ -96,7 +96,7 @@ def readme(go: dict, found: dict) -> str:
 
 
 def findings(found: dict) -> list[str]:
-    """What the tables say, in sentences that are computed from them."""
+    """Returns what the tables say, in sentences that are computed from them."""
     lines = ["## What it says", ""]
     for speed in SPEEDS:
         gains = {}

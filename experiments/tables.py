@@ -49,7 +49,7 @@ class Figures:
                              "experiments/results that has a summary.json") from None  # fmt: skip
 
     def _at(self, folder: str, key: str):
-        """What stands at a dotted key. Raises TableError where nothing does."""
+        """Returns what stands at a dotted key. Raises TableError where nothing does."""
         value = self._summary(folder)
         for part in key.split("."):
             try:
@@ -74,7 +74,7 @@ class Figures:
         return value
 
     def recommended(self) -> dict[str, dict]:
-        """What `auto` takes by use, as the package has it. Raises TableError where the file is missing."""
+        """Returns what `auto` takes by use, as the package has it. Raises TableError where the file is missing."""
         path = self.results.parent.parent / "taco_jax" / "compression" / "recommended.json"
         try:
             return json.loads(path.read_text())
