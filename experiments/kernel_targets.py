@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -179,22 +180,28 @@ def compile_launch(call: launch.Launch, capability: int, kept: Path | None = Non
 
     Raises RuntimeError where it does not compile. kept: a folder of what was found before.
     """
-    source, backend, options, module = lowered(call, capability)
+    first = lowered(call, capability)
 
     def compiled() -> dict:
-        stages: dict = {}
-        metadata: dict = {}
-        backend.add_stages(stages, options, source.language)
-        found = module
-        for stage in ("ttir", "ttgir", "llir", "ptx"):
-            found = stages[stage](found, metadata)
-        return assembled(found, architecture(capability)) | {
+        code, metadata = ptx(*first)
+        return assembled(code, architecture(capability)) | {
             "shared": metadata["shared"],
             "tensor_columns": metadata.get("tmem_size") or 0,
             "warps": metadata.get("num_warps", call.warps),
         }
 
+    _, _, options, module = first
     return remembered(kept, f"{module} {options} {capability} {ptxas()[1]}", compiled)
+
+
+def ptx(source, backend, options, module) -> tuple[str, dict]:
+    """Returns (PTX, Triton's metadata) of what `lowered` returned, which is changed."""
+    stages: dict = {}
+    metadata: dict = {}
+    backend.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    return module, metadata
 
 
 def remembered(kept: Path | None, key: str, make: Callable[[], dict]) -> dict:
@@ -222,11 +229,11 @@ def ptxas() -> tuple[str, str]:
     raise runs.ConfigError("ptxas: not found; install triton, or the extra 'aot'")
 
 
-def assembled(ptx: str, arch: str) -> dict:
+def assembled(code: str, arch: str) -> dict:
     """Returns registers and spilled bytes of a thread, as ptxas reports them. Raises RuntimeError with its error."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
+        path.write_text(code)
         command = [ptxas()[0], "-v", f"-arch={arch}", path, "-o", Path(folder) / "kernel.cubin"]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -490,6 +497,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--codecs", default=",".join(WITH_KERNELS))
     parser.add_argument("--operations", default=",".join(OPERATIONS))
     parser.add_argument("--dtypes", default="bfloat16")
+    parser.add_argument("--float32", default="", help="codecs that Triton compiles for float32 too")
     parser.add_argument("--backends", default="triton,mosaic")
     parser.add_argument("--keep", type=Path, help="folder of Triton kernels that were compiled before")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
@@ -500,6 +508,7 @@ def main(arguments: Sequence[str]) -> None:
         runs.require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
     targets = [int(name) for name in runs.choices("--targets", args.targets, map(str, TARGETS))]
     names = runs.choices("--operations", args.operations, OPERATIONS)
+    wide = runs.codecs(args.float32, pairs=False, exact=False) if args.float32 else []
     dtypes = runs.choices("--dtypes", args.dtypes, ("bfloat16", "float16", "float32"))
     backends = runs.choices("--backends", args.backends, ("triton", "mosaic"))
     if "triton" in backends:
@@ -518,13 +527,14 @@ def main(arguments: Sequence[str]) -> None:
             if backend == "mosaic" and capability not in MOSAIC:
                 continue
             by = found[backend].setdefault(architecture(capability), {})
-            for dtype in dtypes:
-                for codec in codecs:
-                    for name in names:
-                        row = make(codec, name, dtype, capability, args.keep)
-                        by.setdefault(dtype, {}).setdefault(codec, {})[name] = row
-                        said = row.get("reason") or cell(row)
-                        print(architecture(capability), backend, codec, name, dtype, said, flush=True)
+            cases = [(dtype, codec) for dtype in dtypes for codec in codecs]
+            if backend == "triton":
+                cases += [("float32", codec) for codec in wide if ("float32", codec) not in cases]
+            for (dtype, codec), name in itertools.product(cases, names):
+                row = make(codec, name, dtype, capability, args.keep)
+                by.setdefault(dtype, {}).setdefault(codec, {})[name] = row
+                said = row.get("reason") or cell(row)
+                print(architecture(capability), backend, codec, name, dtype, said, flush=True)
     for capability in [c for c in targets if "mosaic" in backends and c in MOSAIC]:
         by = found["nvlink"][architecture(capability)] = {}
         for codec in codecs:

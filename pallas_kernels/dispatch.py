@@ -138,7 +138,7 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
         return "jnp", "jnp was asked for"
     candidates, reason = _candidates(device)
     if force is not None:
-        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(candidates, reason)
+        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(spec, candidates, reason)
         if unsupported is not None:
             raise KernelUnavailableError(
                 f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {describe(device)}: "
@@ -183,11 +183,13 @@ def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
     return ("triton",), f"{describe(device)} runs {{}} kernels"
 
 
-def _unfit(candidates: tuple[str, ...], reason: str) -> str:
+def _unfit(spec: KernelSpec, candidates: tuple[str, ...], reason: str) -> str:
     """Returns why a device does not take a backend's kernels at all."""
     if not candidates:
         return reason
-    return "mosaic kernels need compute capability 9.0" + ("; triton would do" if _triton_missing() is None else "")
+    rotates = "" if spec.rotation == "none" else ", whose matrix instruction (wgmma) rotates blocks"
+    instead = "; triton would do" if _triton_missing() is None else ""
+    return f"mosaic kernels need compute capability 9.0{rotates}{instead}"
 
 
 def missing_package(device: Any) -> str | None:

@@ -192,9 +192,13 @@ def tuning(fmt: Format, operation: str, dtype: str, capability: tuple[int, int])
     """
     major = capability[0]
     if fmt.rotation == "none":
-        # A reduction: three are resident on Hopper; elsewhere two to four, of which 12 are whole rounds.
-        programs = 32 if operation != "reduce" else 3 if major == 9 else 12
-        return Tuning(rows=8192 // fmt.block, columns=fmt.block, warps=4, stages=2, programs=programs)
+        if operation != "reduce":
+            return Tuning(8192 // fmt.block, fmt.block, warps=4, stages=2, programs=32)
+        if major == 9:
+            return Tuning(8192 // fmt.block, fmt.block, warps=4, stages=2, programs=3)
+        # Half as many elements for each thread as on Hopper: else registers are used up, or spilled. Three to five are
+        # resident, by codec and GPU.
+        return Tuning(4096 // fmt.block, fmt.block, warps=4, stages=2, programs=12)
     if major == 9 and fmt.block == 128 and dtype != "float32":
         rows, warps, programs = {"encode": (128, 8, 2), "decode": (32, 4, 16), "reduce": (32, 4, 4)}[operation]
         return Tuning(rows, 64, warps, stages=3, programs=programs)
