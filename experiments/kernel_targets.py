@@ -20,12 +20,14 @@ import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import jax
@@ -309,8 +311,11 @@ def captured() -> Iterator[list[str]]:
             found.append(file.read())
 
 
-def compile_mosaic(f, arguments) -> dict:
-    """Returns what ptxas says of the one Mosaic kernel of a program, with the shared memory and warps of its launch."""
+def compile_mosaic(f, arguments, capability: int) -> dict:
+    """Returns what ptxas says of the one Mosaic kernel of a program, with the shared memory and warps of its launch.
+
+    Raises RuntimeError where it was compiled for another GPU, as in a process that had compiled for one before.
+    """
     from jax.experimental.mosaic.gpu import core
 
     modules, serialize = [], core._run_serde_pass
@@ -333,8 +338,8 @@ def compile_mosaic(f, arguments) -> dict:
     if error is not None:
         reason = next(iter(errors(said[0])), f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return {"reason": reason.replace("'", "")}
-    if not reported(said[0]):
-        return {"reason": "ptxas reported no kernel"}
+    if f"for '{architecture(capability)}'" not in said[0]:
+        raise RuntimeError(f"not compiled for {architecture(capability)}: {said[0][:300]}")
     row = max(reported(said[0]), key=lambda kernel: kernel["registers"])
     launched = re.search(r"threads\(.*? = %c(\d+)\w*,.*?dynamic_shared_memory_size %c(\d+)", modules[-1])
     return row | {"shared": int(launched[2]), "warps": int(launched[1]) // 32}
@@ -343,8 +348,10 @@ def compile_mosaic(f, arguments) -> dict:
 @functools.cache
 def sources() -> str:
     """Returns a digest of what Mosaic's kernels are made of."""
-    files = sorted(Path(mosaic.__file__).parent.parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.parent.name != "triton")).hexdigest()
+    root = Path(mosaic.__file__).parent.parent
+    files = [path for name in ("mosaic", "nvlink", "matmul_all_reduce") for path in sorted((root / name).rglob("*.py"))]
+    files += [root / "formats.py", root / "compat.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def mosaic_row(codec: str, name: str, dtype: str, capability: int, kept: Path | None = None) -> dict:
@@ -355,7 +362,7 @@ def mosaic_row(codec: str, name: str, dtype: str, capability: int, kept: Path | 
     run, shapes = operation(mosaic, CODECS[codec], name, dtype)
     arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes)
     key = f"mosaic {codec} {name} {dtype} {capability} {ptxas()[1]} {jax.__version__} {sources()}"
-    return remembered(kept, key, lambda: compile_mosaic(run, arguments))
+    return remembered(kept, key, lambda: compile_mosaic(run, arguments, capability))
 
 
 def nvlink_row(codec: str, capability: int, product: bool = False, kept: Path | None = None) -> dict:
@@ -381,10 +388,27 @@ def nvlink_row(codec: str, capability: int, product: bool = False, kept: Path | 
     arguments = [jax.ShapeDtypeStruct((ranks, *size), jnp.bfloat16, sharding=where) for size in sizes]
     program = jax.shard_map(own, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     key = f"nvlink {codec} {product} {capability} {ptxas()[1]} {jax.__version__} {sources()}"
-    return remembered(kept, key, lambda: compile_mosaic(program, arguments))
+    return remembered(kept, key, lambda: compile_mosaic(program, arguments, capability))
+
+
+def nvlink_rows(codecs: Sequence[str], capability: int, kept: Path | None) -> dict[str, dict]:
+    found = {f"sum, {codec}": nvlink_row(codec, capability, kept=kept) for codec in codecs}
+    if "taco" in codecs:
+        found["product and sum, taco"] = nvlink_row("taco", capability, product=True, kept=kept)
+    return found
 
 
 # The report
+
+
+def rows_of(backend: str, capability: int, cases: Sequence[tuple[str, str]], names: Sequence[str], kept) -> dict:
+    """Returns {dtype: {codec: {operation: row}}} of a target; prints each row as it comes. cases: (dtype, codec)."""
+    make, found = {"triton": triton_row, "mosaic": mosaic_row}[backend], {}
+    for (dtype, codec), name in itertools.product(cases, names):
+        row = make(codec, name, dtype, capability, kept)
+        found.setdefault(dtype, {}).setdefault(codec, {})[name] = row
+        print(architecture(capability), backend, codec, name, dtype, row.get("reason") or cell(row), flush=True)
+    return found
 
 
 def cell(row: dict | None) -> str:
@@ -519,29 +543,23 @@ def main(arguments: Sequence[str]) -> None:
     if args.keep is not None:
         runs.folder("--keep", args.keep)
     jax.config.update("jax_platforms", "cpu")
-    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     os.environ["PATH"] = f"{Path(ptxas()[0]).parent}{os.pathsep}{os.environ['PATH']}"
     found: dict = {"ptxas": ptxas()[1], "triton": {}, "mosaic": {}, "nvlink": {}}
-    for backend, make in (("triton", triton_row), ("mosaic", mosaic_row)):
-        for capability in [] if backend not in backends else targets:
-            if backend == "mosaic" and capability not in MOSAIC:
-                continue
-            by = found[backend].setdefault(architecture(capability), {})
-            cases = [(dtype, codec) for dtype in dtypes for codec in codecs]
-            if backend == "triton":
-                cases += [("float32", codec) for codec in wide if ("float32", codec) not in cases]
-            for (dtype, codec), name in itertools.product(cases, names):
-                row = make(codec, name, dtype, capability, args.keep)
-                by.setdefault(dtype, {}).setdefault(codec, {})[name] = row
-                said = row.get("reason") or cell(row)
-                print(architecture(capability), backend, codec, name, dtype, said, flush=True)
+    if "triton" in backends:
+        cases = [(dtype, codec) for dtype in dtypes for codec in codecs]
+        cases += [("float32", codec) for codec in wide if ("float32", codec) not in cases]
+        for capability in targets:
+            found["triton"][architecture(capability)] = rows_of("triton", capability, cases, names, args.keep)
     for capability in [c for c in targets if "mosaic" in backends and c in MOSAIC]:
-        by = found["nvlink"][architecture(capability)] = {}
-        for codec in codecs:
-            by[f"sum, {codec}"] = row = nvlink_row(codec, capability, kept=args.keep)
-            print(architecture(capability), "sum", codec, row.get("reason") or cell(row), flush=True)
-        if "taco" in codecs:
-            by["product and sum, taco"] = nvlink_row("taco", capability, product=True, kept=args.keep)
+        # XLA compiles the Mosaic kernels of a process for the GPU of its first one.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            cases = [(dtype, codec) for dtype in dtypes for codec in codecs]
+            rows = process.submit(rows_of, "mosaic", capability, cases, names, args.keep).result()
+            found["mosaic"][architecture(capability)] = rows
+            found["nvlink"][architecture(capability)] = process.submit(
+                nvlink_rows, codecs, capability, args.keep
+            ).result()
     found["chosen"] = {architecture(capability): chosen(capability) for capability in targets}
     if importlib.util.find_spec("triton") is not None:
         import triton
