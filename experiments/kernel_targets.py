@@ -43,6 +43,7 @@ from taco_jax.config import cli
 
 OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
 WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))]
+OVER_NVLINK = ("taco", "int4h", "mxfp4")
 RANKS = 4
 ELEMENTS = 1 << 28  # of x: more tiles than programs, on every GPU
 TRITON_TYPES = {
@@ -392,7 +393,8 @@ def nvlink_row(codec: str, capability: int, product: bool = False, kept: Path | 
 
 
 def nvlink_rows(codecs: Sequence[str], capability: int, kept: Path | None) -> dict[str, dict]:
-    found = {f"sum, {codec}": nvlink_row(codec, capability, kept=kept) for codec in codecs}
+    """Returns {kernel: row} of those of `OVER_NVLINK` that are asked for."""
+    found = {f"sum, {codec}": nvlink_row(codec, capability, kept=kept) for codec in OVER_NVLINK if codec in codecs}
     if "taco" in codecs:
         found["product and sum, taco"] = nvlink_row("taco", capability, product=True, kept=kept)
     return found
