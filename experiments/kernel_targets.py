@@ -502,7 +502,13 @@ def report(found: dict, named_commit: str | None) -> str:
             why = {row["reason"] for row in by.values() if "reason" in row}
             lines += [f"* {arch}: {reason}" for reason in sorted(why)]
         lines.append("")
-    lines += ["## What runs there", "", "| target | card | codec | what `taco_jax` takes | why |", "|---" * 5 + "|"]
+    lines += [
+        "## What runs there",
+        "",
+        "With what these kernels need (jax-triton 0.3 and jax below 0.12 for Triton's).",
+        "",
+    ]
+    lines += ["| target | card | codec | what `taco_jax` takes | why |", "|---" * 5 + "|"]
     for arch, by in found["chosen"].items():
         groups: dict[tuple, list[str]] = {}
         for codec, operations_ in by.items():
