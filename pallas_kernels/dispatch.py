@@ -1,16 +1,18 @@
 """Which implementation runs a codec operation on a device, and why: `choose(spec, device) -> (name, reason)`.
 
 NVIDIA GPUs of compute capability 9.0 (Hopper) take mosaic kernels, and triton's where mosaic has none for the codec;
-8.0 to 8.9 and 10.0 and newer take triton kernels (the matrix instructions of the mosaic kernels are Hopper's alone);
-everything else the jnp reference. Each kernel package answers `why_unsupported` by itself, without a GPU and without
-its compiler.
+8.x, 10.x and 12.x take triton kernels; everything else the jnp reference. Mosaic's rotation is Hopper's matrix
+instruction (wgmma), which newer GPUs do not have; its kernels without a rotation compile for 10.0, and have not run
+there. Each kernel package answers `why_unsupported` by itself, without a GPU and without its compiler.
 
 A `jax.Device` reports its compute capability. An abstract device (of a mesh that a function is traced for, with or
 without that hardware in the machine) has only its name, so names of GPUs are listed here.
 """
 
 import difflib
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from pallas_kernels.formats import (
 )
 
 BACKENDS = ("jnp", "mosaic", "triton")
+# Compute capabilities whose kernels Triton 3.6 compiles, beside Hopper's: PTX 8.8 has 10.1 for Thor, which is 11.0 now.
+TRITON_MAJORS = (8, 10, 12)
 OPERATIONS = ("encode", "reduce", "decode")
 # Elements and blocks that only the jnp reference has, and why. The codec of a preset: `tah4`, `int8_token`.
 ONLY_IN_JNP = {
@@ -134,7 +138,7 @@ def choose(spec: KernelSpec, device: Any, *, force: str | None = None) -> tuple[
         return "jnp", "jnp was asked for"
     candidates, reason = _candidates(device)
     if force is not None:
-        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(candidates, reason)
+        unsupported = _why_unsupported(force, spec) if force in candidates else _unfit(spec, candidates, reason)
         if unsupported is not None:
             raise KernelUnavailableError(
                 f"backend {force!r} cannot {spec.operation} codec {spec.codec_name!r} on {describe(device)}: "
@@ -169,14 +173,28 @@ def _candidates(device: Any) -> tuple[tuple[str, ...], str]:
         return (), f"{describe(device)} is no NVIDIA GPU that is known here"
     if capability[0] == 9:
         return ("mosaic", "triton"), f"{describe(device)} runs {{}} kernels"
-    if capability >= (8, 0):
-        return ("triton",), f"{describe(device)} runs {{}} kernels"
-    return (), f"{describe(device)} is older than compute capability 8.0"
+    if capability < (8, 0):
+        return (), f"{describe(device)} is older than compute capability 8.0"
+    if capability[0] not in TRITON_MAJORS:
+        return (
+            (),
+            f"{describe(device)} is no target of Triton 3.6: its PTX 8.8 has none of {capability[0]}.x",
+        )
+    return ("triton",), f"{describe(device)} runs {{}} kernels"
 
 
-def _unfit(candidates: tuple[str, ...], reason: str) -> str:
+def _unfit(spec: KernelSpec, candidates: tuple[str, ...], reason: str) -> str:
     """Returns why a device does not take a backend's kernels at all."""
-    return f"mosaic kernels need compute capability 9.0; {candidates[0]} would do" if candidates else reason
+    if not candidates:
+        return reason
+    rotates = "" if spec.rotation == "none" else ", whose matrix instruction (wgmma) rotates blocks"
+    instead = "; triton would do" if _triton_missing() is None else ""
+    return f"mosaic kernels need compute capability 9.0{rotates}{instead}"
+
+
+def missing_package(device: Any) -> str | None:
+    """Returns what the environment lacks for the kernels of this kind of device, where it has any; None otherwise."""
+    return _triton_missing() if _candidates(device)[0] == ("triton",) else None
 
 
 def _why_unsupported(backend: str, spec: KernelSpec) -> str | None:
@@ -207,13 +225,24 @@ def only_in_jnp(codec_name: str, element: str, block: int | str, scale: str) -> 
 
 
 def _triton_missing() -> str | None:
-    """Returns what the environment lacks for jax-triton, whose releases trail those of jax."""
+    """Returns what the environment lacks for jax-triton 0.3, which is for jax below 0.12; 0.4 is called otherwise."""
     if jax.__version_info__ >= (0, 12):
-        return f"triton kernels need jax below 0.12 (jax-triton has no release for {jax.__version__})"
+        return f"triton kernels need jax below 0.12 (they are for jax-triton 0.3), and this is {jax.__version__}"
     for module, package in (("jax_triton", "jax-triton"), ("triton", "triton")):
         if importlib.util.find_spec(module) is None:
             return f"triton kernels need {package}: pip install 'taco-jax[triton]'"
+    found = _release("jax-triton")
+    if found is not None and not found.startswith("0.3."):
+        return f"triton kernels need jax-triton 0.3, and {found} is installed: pip install 'taco-jax[triton]'"
     return None
+
+
+@functools.cache
+def _release(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _did_you_mean(name: Any, valid: tuple[str, ...]) -> str:

@@ -186,20 +186,37 @@ def recipe(fmt: Format, tuning: Tuning, dtype: str, capability: tuple[int, int],
 def tuning(fmt: Format, operation: str, dtype: str, capability: tuple[int, int]) -> Tuning:
     """Tile sizes by the number of registers that a block takes: about 64 elements for each thread, or 32.
 
-    Programs are as many as are resident at once, by the registers that they take. For rotated blocks of 128 on Hopper:
-    the fastest of some 60 on an H200. On other GPUs nothing was measured.
+    Programs are as many as are resident at once, by the registers that they take, or several rounds of as many. For
+    rotated blocks of 128 on Hopper: the fastest of some 60 on an H200. On other GPUs nothing was measured; registers
+    and memory there are those that the compilers report (`experiments/kernel_targets.py`).
     """
+    major = capability[0]
     if fmt.rotation == "none":
-        programs = 3 if operation == "reduce" else 32
-        return Tuning(rows=8192 // fmt.block, columns=fmt.block, warps=4, stages=2, programs=programs)
-    if capability[0] == 9 and fmt.block == 128 and dtype != "float32":
+        if operation != "reduce":
+            return Tuning(8192 // fmt.block, fmt.block, warps=4, stages=2, programs=32)
+        if major == 9:
+            return Tuning(8192 // fmt.block, fmt.block, warps=4, stages=2, programs=3)
+        # Half as many elements for each thread as on Hopper: else registers are used up, or spilled. Three to five are
+        # resident, by codec and GPU.
+        return Tuning(4096 // fmt.block, fmt.block, warps=4, stages=2, programs=12)
+    if major == 9 and fmt.block == 128 and dtype != "float32":
         rows, warps, programs = {"encode": (128, 8, 2), "decode": (32, 4, 16), "reduce": (32, 4, 4)}[operation]
         return Tuning(rows, 64, warps, stages=3, programs=programs)
+    if major >= 10:
+        # Products of 64 rows and four warps would take the matrix instruction of data-center Blackwell, whose tensor
+        # memory lets a multiprocessor hold one program or two. With fewer it is the one that all GPUs have.
+        # Codes that straddle bytes are in four parts or eight, which spill or take most registers with as many warps.
+        warps = max(2, fmt.block // (64 if packing_parts(fmt.bits) > 2 else 32))
+        # Two to five are resident by codec and GPU: whole rounds of them, or one round that ends early among many.
+        rows, programs = max(32, 2048 // fmt.block), (80 if operation == "decode" else 48) // warps
+        if dtype == "float32":
+            return Tuning(rows, 16, warps, stages=2, programs=programs)
+        return Tuning(rows, min(64, fmt.block), warps, stages=3, programs=programs)
     warps = 8 if fmt.block == 256 else 4
     programs = (2 if operation == "reduce" else 3) * 4 // warps
     # Hopper's products read H from shared memory; before, every warp keeps it in registers, so it had better be small.
     # A reduction of float32, three products in a row, has no registers to spare anywhere.
-    columns = 16 if operation == "reduce" and dtype == "float32" else 64 if capability[0] == 9 else 32
+    columns = 16 if operation == "reduce" and dtype == "float32" else 64 if major == 9 else 32
     return Tuning(max(8192 // fmt.block, 64), columns, warps, stages=2, programs=programs)
 
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -29,7 +31,7 @@ from jax import lax
 from pallas_kernels import OPERATIONS, Format, Geometry, KernelSpec, KernelUnavailableError
 from pallas_kernels import choose as choose_kernel
 from pallas_kernels import load as load_kernels
-from pallas_kernels.dispatch import TOKEN, only_in_jnp, region_device
+from pallas_kernels.dispatch import TOKEN, describe, missing_package, only_in_jnp, region_device
 from taco_jax.codec import UNCALIBRATED, Codec, as_codec, check_choice
 from taco_jax.compat import as_varying, varying_axes
 from taco_jax.compression.compression import BACKENDS
@@ -93,12 +95,21 @@ def choose(
 
 
 def implementation(codec: Codec, operation: str, dtype, elements: int, backend="auto", geometry=None) -> str:
-    """Returns what runs an operation in the region that is being traced."""
-    choice = choose(
-        codec, region_device(), dtype, elements, operation=operation, backend=backend, geometry=geometry
-    )  # fmt: skip
+    """Returns what runs an operation in the region that is being traced.
+
+    Warns, once a process, where a package is missing that would bring kernels for the device.
+    """
+    device = region_device()
+    choice = choose(codec, device, dtype, elements, operation=operation, backend=backend, geometry=geometry)
     note(codec, operation, choice)
+    if choice[0] == "jnp" and backend == "auto" and choice[1] == missing_package(device):
+        _warn_once(f"{describe(device)}: {choice[1]}; without them codecs run in plain XLA")
     return choice[0]
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    warnings.warn(line, stacklevel=4)
 
 
 def note(codec: Codec, operation: str, choice: tuple[str, str]) -> None:

@@ -31,6 +31,22 @@ MUTANTS = (
         ("tests/pallas_kernels/test_dispatch.py",),
     ),
     Mutant(
+        "blackwell-mosaic",
+        "GPUs newer than Hopper get its kernels",
+        "pallas_kernels/dispatch.py",
+        "if capability[0] == 9:",
+        "if capability[0] >= 9:",
+        ("tests/pallas_kernels/test_dispatch.py",),
+    ),
+    Mutant(
+        "tensor-memory",
+        "Triton's programs on Blackwell wait for each other's tensor memory",
+        "pallas_kernels/triton/recipe.py",
+        "    if major >= 10:\n",
+        "    if major >= 13:\n",
+        ("tests/pallas_kernels/test_targets.py -k each_kind",),
+    ),
+    Mutant(
         "triton-unpack",
         "codes that straddle bytes are unpacked one bit off",
         "pallas_kernels/triton/packing.py",

@@ -8,7 +8,17 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice
 
-from pallas_kernels import BACKENDS, OPERATIONS, Geometry, KernelSpec, KernelUnavailableError, choose, dispatch, load
+from pallas_kernels import (
+    BACKENDS,
+    OPERATIONS,
+    Geometry,
+    KernelSpec,
+    KernelUnavailableError,
+    choose,
+    dispatch,
+    load,
+    nvlink,
+)
 from pallas_kernels.dispatch import compute_capability
 
 TACO = KernelSpec("encode", "taco", "e4m3", 128, "hadamard", "ue5m3", "bfloat16", 1 << 20)
@@ -24,12 +34,15 @@ AMPERE = device(kind="NVIDIA A100-SXM4-80GB", capability="8.0")
 KERNELS = {
     "hopper": (HOPPER, ("mosaic", "triton")),
     "blackwell": (device(kind="NVIDIA B200", capability="10.0"), ("triton",)),
+    "desktop blackwell": (device(kind="NVIDIA GeForce RTX 5090", capability="12.0"), ("triton",)),
     "ada": (device(kind="NVIDIA L4", capability="8.9"), ("triton",)),
     "ampere": (AMPERE, ("triton",)),
 }
 NO_KERNELS = {
     "cpu": (CPU, "CPU has no kernels: the jnp reference runs"),
     "volta": (device(kind="Tesla V100", capability="7.0"), "older than compute capability 8.0"),
+    "thor": (device(kind="NVIDIA Thor", capability="11.0"), "no target of Triton 3.6"),
+    "future": (device(kind="NVIDIA X1", capability="13.0"), "no target of Triton 3.6"),
     "amd": (device(kind="AMD Instinct MI300X", capability="gfx942"), "no NVIDIA GPU"),
     "tpu": (SimpleNamespace(platform="tpu", device_kind="TPU v5e"), "platform 'tpu' has no kernels"),
 }
@@ -108,6 +121,17 @@ def test_triton_needs_jax_triton(module, package, built, monkeypatch):
     find = dispatch.importlib.util.find_spec
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda n: None if n == module else find(n))
     assert choose(TACO, AMPERE) == ("jnp", f"triton kernels need {package}: pip install 'taco-jax[triton]'")
+    with pytest.raises(KernelUnavailableError, match="rotates blocks; use backend 'auto' or 'jnp'"):
+        choose(TACO, AMPERE, force="mosaic")  # nor would triton do
+
+
+def test_another_jax_triton_is_not_called(built, monkeypatch):
+    built({"triton": None})
+    monkeypatch.setattr(dispatch, "_release", lambda package: "0.4.1")
+    reason = "triton kernels need jax-triton 0.3, and 0.4.1 is installed: pip install 'taco-jax[triton]'"
+    assert choose(TACO, AMPERE) == ("jnp", reason) and dispatch.missing_package(AMPERE) == reason
+    monkeypatch.setattr(dispatch, "_release", lambda package: "0.3.1")
+    assert choose(TACO, AMPERE)[0] == "triton" and dispatch.missing_package(AMPERE) is None
 
 
 def test_choose_on_the_device_of_this_machine():
@@ -140,7 +164,19 @@ def test_what_stays_with_jnp(fields, reason, built):
         ("mosaic", HOPPER, {}, "mosaic kernels are not built yet"),
         ("mosaic", HOPPER, {"mosaic": "no block of 8"}, "no block of 8"),
         ("triton", AMPERE, {}, "triton kernels are not built yet"),
-        ("mosaic", AMPERE, {"mosaic": None}, "mosaic kernels need compute capability 9.0; triton would do"),
+        (
+            "mosaic",
+            AMPERE,
+            {"mosaic": None, "triton": None},
+            r"9.0, whose matrix instruction \(wgmma\) rotates blocks; triton would do",
+        ),
+        (
+            "mosaic",
+            AMPERE,
+            {"mosaic": None},
+            "mosaic kernels need compute capability 9.0, .* rotates blocks; use backend",
+        ),
+        ("triton", NO_KERNELS["thor"][0], {"triton": None}, "is no target of Triton 3.6"),
         ("mosaic", CPU, {"mosaic": None}, "CPU has no kernels"),
     ],
 )
@@ -199,6 +235,17 @@ CAPABILITIES = {
 @pytest.mark.parametrize("kind", CAPABILITIES)
 def test_an_abstract_device_is_known_by_its_name(kind):
     assert compute_capability(AbstractDevice(kind, None, "gpu")) == CAPABILITIES[kind]
+
+
+@pytest.mark.parametrize("kind", CAPABILITIES)
+def test_only_hopper_runs_what_is_compiled_for_hopper(kind, built):
+    built({"mosaic": None, "triton": None})
+    hopper = CAPABILITIES[kind] == (9, 0)
+    reported = ".".join(map(str, CAPABILITIES[kind] or ("gfx942",)))
+    for target in (AbstractDevice(kind, 100, "gpu"), device("gpu", kind, reported)):
+        assert (choose(TACO, target)[0] == "mosaic") == hopper
+        reason = nvlink.why_device_unsupported(target)
+        assert hopper or "need compute capability 9.0, not " in reason
 
 
 def test_spec_is_hashable_and_backends_are_what_choose_accepts():

@@ -54,6 +54,15 @@ def test_other_codecs_equal_the_jnp_codec(codec, exponent):
     assert Check(codec, Geometry(40000, 4, 10000), x, exponent, key).run(jax.jit) == []
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("name", ["taco", "int6h", "mxfp4"])
+def test_the_tiles_and_casts_of_other_gpus_equal_the_jnp_codec(name, capability, monkeypatch):
+    # What those GPUs launch, assembled for this one.
+    monkeypatch.setattr(operations, "capability", lambda: capability)
+    x = values("grid", 4 * 8193, "bfloat16")
+    assert Check(CODECS_WITH_KERNELS[name], Geometry(x.size, 4, 8193), x).run(jax.jit) == []
+
+
 @pytest.mark.parametrize("name", ["taco", "int8h", "int4h", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gaussian_data_differ_in_a_few_bytes(name, dtype):

@@ -46,7 +46,7 @@ FIELDS = dict(
     scale=("float32", "bfloat16", "e8m0", "ue5m3", "site"),
     rounding=("nearest", "stochastic"),
     exponent=(None, -3, 5),
-    capability=((8, 0), (8, 9), (9, 0)),
+    capability=((8, 0), (8, 9), (9, 0), (10, 0)),
 )
 
 
