@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
+    cli.select_devices(None)
     (operation,) = runs.choices("--operation", args.operation, OPERATIONS)
     exact = ("none", "nccl", "auto")
     variants = {"none": exact}

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls of a variant in a round")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
+    cli.select_devices(None)
     variants = {"none": Compression("none")} | {text: compression(text) for text in args.codecs.split(",")}
     ranks = len(jax.devices())
     runs.require(ranks > 1, "devices", ranks, "a sum needs at least 2")
@@ -155,8 +156,8 @@ def write(args, ranks: int, results: dict) -> None:
     lines = [
         *runs.header(f"Small messages in layers over {ranks} GPUs", args.commit),
         f"link: {tuned.link_label()}; tuned values: {', '.join(files) or 'none, the defaults'} for {kind}. Messages: "
-        f"{found}. Microseconds of one of {LAYERS} layers of width {args.width}, its gradient, medians of {args.rounds} "
-        "rounds in turn; (e): the exact program.",
+        f"{found}. Microseconds of one of {LAYERS} layers of width {args.width}, its gradient, medians of "
+        f"{args.rounds} rounds in turn; (e): the exact program.",
         "",
         f"| KiB | {' | '.join(head)} |",
         "|---" * (1 + len(head)) + "|",
