@@ -239,9 +239,10 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
     algorithms = dict.fromkeys(config.codecs, config.algorithms)
     for operation in config.operations:
         for nbytes in config.sizes:
-            _prepare(config, mesh, operation, nbytes, algorithms)
             for codec in config.codecs:
                 try:
+                    if nbytes == config.sizes[0] and codec == config.codecs[0]:
+                        _prepare(config, mesh, operation, algorithms)
                     found = _points(config, mesh, operation, codec, nbytes, algorithms=algorithms[codec])
                 except KeyboardInterrupt:
                     return f"interrupted at {size_name(nbytes)}, {codec}"
@@ -251,13 +252,14 @@ def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | 
                 points[codec] += found
                 for point in found:
                     cli.say(_sentence(codec, point))
-                best = {
-                    way: min(p.ratio for p in found if p.way.algorithm == way)
-                    for way in {p.way.algorithm for p in found}
-                }
-                if best.get("one_shot", 0) > HOPELESS * best.get("two_shot", math.inf):
+                ratios = {way: _least_ratio(found, way) for way in SHOTS}
+                if ratios["one_shot"] > HOPELESS * ratios["two_shot"] < math.inf:
                     algorithms[codec] = ("two_shot",)
     return None
+
+
+def _least_ratio(points: Sequence[Point], algorithm: str) -> float:
+    return min((p.ratio for p in points if p.way.algorithm == algorithm), default=math.inf)
 
 
 def by_operation(points: Sequence[Point]) -> dict[str, list[Point]]:
@@ -348,47 +350,41 @@ def _compression(config: TuneConfig, codec: str, way: Way) -> Compression:
     return Compression(codec, backend=config.backend, min_bytes=0, **way._asdict())
 
 
-def _prepare(config: TuneConfig, mesh, operation: str, nbytes: int, algorithms) -> None:
-    """Compiles the first programs of a size side by side; what fails, fails again where it is timed."""
-    wanted = [FREE, None]
-    for codec in config.codecs:
-        try:
-            ways = _first_ways(config, mesh, operation, codec, nbytes, algorithms=algorithms[codec])
-        except Exception:
-            continue
-        wanted += [_compression(config, codec, way) for way in ways]
-    _compile(config, mesh, operation, nbytes, wanted)
+def _prepare(config: TuneConfig, mesh, operation: str, algorithms) -> None:
+    """Compiles the first programs of all sizes side by side; what fails, fails again where it is timed."""
+    wanted = [(nbytes, how) for nbytes in config.sizes for how in (FREE, None)]
+    for nbytes in config.sizes:
+        for codec in config.codecs:
+            try:
+                ways = _first_ways(config, mesh, operation, codec, nbytes, algorithms=algorithms[codec])
+            except Exception:
+                continue
+            wanted += [(nbytes, _compression(config, codec, way)) for way in ways]
+    _compiled.clear()
+    _compile(config, mesh, operation, wanted)
 
 
-_compiled: dict = {}  # (operation, bytes, compression) -> the compiled program; of the size that is timed
+_compiled: dict = {}  # (mesh, operation, bytes, dtype, compression) -> the compiled program; of one operation
 
 
-def _compile(config: TuneConfig, mesh, operation: str, nbytes: int, wanted: Sequence) -> None:
-    """Compiles what is not compiled yet, in threads; leaves out what fails."""
-    for key in [key for key in _compiled if key[:3] != (mesh, operation, nbytes)]:
-        del _compiled[key]
-    layers = _layers(mesh, nbytes)
-    shapes = _arguments(config, mesh, nbytes)
-    lowered = {}
-    for each in dict.fromkeys(wanted):
-        key = (mesh, operation, nbytes, config.dtype, each)
-        if key not in _compiled:
-            with contextlib.suppress(Exception):
-                lowered[key] = _program(mesh, layers, operation, each).lower(*shapes)
+def _compile(config: TuneConfig, mesh, operation: str, wanted: Sequence[tuple]) -> None:
+    """Compiles what is not compiled yet of pairs (bytes, compression), in threads; leaves out what fails."""
 
-    def compiled(item):
+    def compiled(key):
         with contextlib.suppress(Exception):
-            _compiled[item[0]] = item[1].compile()
+            shapes = _arguments(config, mesh, key[2])
+            _compiled[key] = _program(mesh, _layers(mesh, key[2]), operation, key[-1]).lower(*shapes).compile()
 
+    keys = dict.fromkeys((mesh, operation, nbytes, config.dtype, how) for nbytes, how in wanted)
     with ThreadPoolExecutor(COMPILERS) as threads:
-        list(threads.map(compiled, lowered.items()))
+        list(threads.map(compiled, (key for key in keys if key not in _compiled)))
 
 
 def _time(config: TuneConfig, mesh, operation: str, codec: str, nbytes: int, *, ways: Sequence[Way]) -> list[Point]:
     """Medians of the ways, each round of them with an exact layer and one without a collective before it."""
     layers = _layers(mesh, nbytes)
     compressions = [FREE, None, *(_compression(config, codec, way) for way in ways)]
-    _compile(config, mesh, operation, nbytes, compressions)
+    _compile(config, mesh, operation, [(nbytes, how) for how in compressions])
     arguments = _tensors(config, mesh, nbytes)
     # One that could not be compiled says here why.
     programs = [
@@ -541,7 +537,7 @@ def _print_table(points: dict[str, list[Point]]) -> None:
     console = Console()
     for operation in dict.fromkeys(p.operation for found in points.values() for p in found):
         table = Table(title=f"{operation}: us of a layer (*: the way that is taken)")
-        for column in ("codec", "message", "way", "without", "exact", "codec", "ratio"):
+        for column in ("codec", "message", "way", "without", "exact", "compressed", "ratio"):
             table.add_column(column, justify="left" if column in ("codec", "way") else "right")
         for codec, found in points.items():
             of = [p for p in found if p.operation == operation]
