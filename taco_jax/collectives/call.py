@@ -49,7 +49,8 @@ class Call:
         found = self._way(rows, nbytes, one_kernel) if rows and nbytes else None
         if least is None and not codec.exact and not rows:
             least = self._least(codec, ranks, operation)
-        if nbytes == 0 or (nbytes < least if least is not None else rows and found is None):
+        small = bool(rows) and found is None if least is None else nbytes < least
+        if nbytes == 0 or small:
             # Not a call of jax.lax here: the custom_vjp also names the output for remat and lists both directions.
             codec, found = as_codec("none"), None
         fastest = self._fastest(codec, ranks, nbytes) if operation == "psum" and not rows else None
