@@ -108,7 +108,7 @@ def winners(points: Sequence[Point]) -> list[Point]:
 
 
 def rows(points: Sequence[Point]) -> tuple[Row, ...]:
-    """What the file says of one operation, by size.
+    """The file's rows of one operation, by size.
 
     Ways of one size that were timed in different calls are brought to the exact layer of the first.
     """
@@ -402,7 +402,15 @@ def _time(config: TuneConfig, mesh, operation: str, codec: str, nbytes: int, *, 
     medians, spreads = [statistics.median(times) for times in seconds], [_spread(times) for times in seconds]
     free, exact, *others = zip(medians, spreads)
     return [
-        Point(nbytes, way, median, exact[0], free[0], (spread, exact[1], free[1]), operation)
+        Point(
+            nbytes,
+            way,
+            median,
+            exact_seconds=exact[0],
+            free_seconds=free[0],
+            spreads=(spread, exact[1], free[1]),
+            operation=operation,
+        )
         for way, (median, spread) in zip(ways, others)
     ]
 

@@ -72,7 +72,7 @@ class Call:
         )  # fmt: skip
 
     def _times(self, codec: Codec, ranks: int, operation: str) -> tuple[Row, ...]:
-        """What was timed for the operation among the ranks of one host; () where nothing was."""
+        """The times of the operation among the ranks of one host; () where it was not timed."""
         if codec.exact or (self.local or topology.ranks_per_host_here(self.axis)) != ranks:
             return ()
         found = tuned.find(codec.name, ranks)
