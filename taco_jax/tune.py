@@ -335,6 +335,7 @@ def _ways(
     return two_hops * ("two_shot" in algorithms) + one_hop * ("one_shot" in algorithms)
 
 
+@functools.cache  # a program that was traced before is not traced again, and then nothing is recorded
 def _in_one_kernel(config: TuneConfig, mesh, operation: str, codec: str, nbytes: int) -> bool:
     """Returns whether the message goes over NVLink in one kernel: then there are no chunks, and no exchange."""
     from taco_jax.compression import dispatch
@@ -376,8 +377,13 @@ def _compile(config: TuneConfig, mesh, operation: str, wanted: Sequence[tuple]) 
             _compiled[key] = _program(mesh, _layers(mesh, key[2]), operation, key[-1]).lower(*shapes).compile()
 
     keys = dict.fromkeys((mesh, operation, nbytes, config.dtype, how) for nbytes, how in wanted)
+    missing = [key for key in keys if key not in _compiled]
+    # XLA tries ways of a product on the device, and all programs of a size take what the first one found.
+    for key in missing:
+        if key[-1] == FREE:
+            compiled(key)
     with ThreadPoolExecutor(COMPILERS) as threads:
-        list(threads.map(compiled, (key for key in keys if key not in _compiled)))
+        list(threads.map(compiled, (key for key in missing if key[-1] != FREE)))
 
 
 def _time(config: TuneConfig, mesh, operation: str, codec: str, nbytes: int, *, ways: Sequence[Way]) -> list[Point]:

@@ -1,5 +1,6 @@
 """`python -m taco_jax.tune`: what it measures, prints and writes, on emulated devices; and what it refuses."""
 
+import contextlib
 import json
 import sys
 
@@ -160,6 +161,18 @@ def test_the_ways_that_are_tried(monkeypatch):
     tried.clear()
     points("all_gather", smallest_chunk=4096)
     assert tried == [[Way("nvlink"), Way()]]
+
+
+def test_whether_it_is_one_kernel_is_asked_more_than_once(monkeypatch):
+    """JAX traces a program once; what was recorded then holds."""
+    from taco_jax.compression import dispatch
+
+    records = iter([{("taco", "all_reduce"): [("nvlink", "a test")]}])
+    monkeypatch.setattr(dispatch, "record", lambda: contextlib.nullcontext(next(records, {})))
+    config, mesh = TuneConfig(smallest=4096), make_mesh(tp=4)
+    ways = lambda: tune._first_ways(config, mesh, "psum", "taco", 4096, algorithms=("one_shot",))
+    first = ways()
+    assert first == ways() and Way("nvlink", "one_shot") in first
 
 
 def test_one_shot_beside_two_shot(monkeypatch, tmp_path, capsys, quick):
