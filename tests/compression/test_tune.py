@@ -14,7 +14,7 @@ from taco_jax.config import ConfigError, cli
 from taco_jax.tune import Point, TuneConfig, check, crossover, winners
 
 SMALL = ("--codecs", "taco", "--smallest", "4096", "--largest", "20000", "--smallest-chunk", "8192",
-         "--repeats", "2", "--ranks", "4")  # fmt: skip
+         "--repeats", "2", "--ranks", "4", "--operations", "psum")  # fmt: skip
 
 
 def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
@@ -22,7 +22,7 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
     assert cli.run(tune.main, [*SMALL, "--exchanges", "ring", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     for text in (
-        "cpu, 4 ranks, nvlink or pcie p2p; psum, psum_scatter, all_gather, ppermute of bfloat16",
+        "cpu, 4 ranks, nvlink or pcie p2p; psum of bfloat16",
         "4 KiB",
         "16 KiB",
         "ratio",
@@ -36,14 +36,13 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
         assert value.best[0][1] == 1 and value.best[1][1] in (1, 2)  # 4 chunks of 16 KiB would be too small
         assert [row[0] for row in value.sums] == [4096, 16384]
         assert {row[2] for row in value.sums} <= {"one_shot", "two_shot"}
-        assert tuple(value.times) == OPERATIONS
-        for name, rows in value.times.items():
+        assert list(value.times) == ["psum"]
+        for rows in value.times.values():
             assert [row.bytes for row in rows] == [4096, 16384]
             assert all(row.exact.us > 0 and row.free.us > 0 and row.ways for row in rows)
             assert all(way.link == "nccl" and way.exchange in ("all_to_all", "ring") for way in rows[0].ways)
-            assert {way.algorithm for way in rows[0].ways} == ({"one_shot", "two_shot"} if name == "psum" else {"auto"})
+            assert {way.algorithm for way in rows[0].ways} == {"one_shot", "two_shot"}
     assert "taco psum, nccl one_shot: " in out and "taco psum, nccl two_shot ring: " in out and "; sums: " in out
-    assert "taco ppermute, nccl: " in out
     # Layers read it where the variable names it.
     monkeypatch.setenv("TACO_JAX_TUNED", str(file))
     assert tuned.transport("taco", 4, 16384) == found["taco"].best[1][1:]
@@ -221,14 +220,15 @@ def test_a_layer_keeps_its_values_and_the_codec_comes_near(operation):
     """Every layer is of the one before it, in the least exact dtype."""
     import numpy as np
 
-    mesh = make_mesh(tp=4)
+    mesh = make_mesh(tp=2)
     config, nbytes = TuneConfig(dtype="float16"), 4096
     arguments = tune._tensors(config, mesh, nbytes)
     run = lambda how: np.float64(tune._program(mesh, 2, operation, how)(*arguments))
     exact = run(None)
     assert np.isfinite(exact).all() and np.abs(exact).max() > 0.1
     assert np.linalg.norm(run(Compression("int8h", min_bytes=0)) - exact) < 0.05 * np.linalg.norm(exact)
-    assert np.linalg.norm(run(tune.FREE) - exact) > 0.1 * np.linalg.norm(exact)
+    if operation == "psum":
+        assert np.linalg.norm(run(tune.FREE) - exact) > 0.1 * np.linalg.norm(exact)
 
 
 def test_the_layer_of_a_message():
