@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls of a variant in a round")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
+    cli.select_devices(None)
     codecs = runs.codecs(args.codecs, pairs=False, exact=False)
     runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
     runs.require(args.calls >= 1, "--calls", args.calls, "must be at least 1")

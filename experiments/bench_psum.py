@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
+    cli.select_devices(None)
     variants = {"none": ("none", 1, "auto")} | parse(args.codecs)
     sizes = runs.numbers("--megaelements", args.megaelements, 1)
     runs.require(args.repeats >= 1, "--repeats", args.repeats, "must be at least 1")

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import jax
 
-# The first that fits. Names: NCCL's device kernels, Mosaic GPU's and the Triton kernels of this package, cuBLAS, XLA.
+# The first that fits. Names: NCCL's device kernels, XLA's own for sums up to 4 MiB (named by their instruction), Mosaic
+# GPU's and the Triton kernels of this package, cuBLAS, XLA.
 KINDS = {
     "sum in one NVLink kernel": r"nvlink.*mosaic_gpu",
-    "all-reduce": r"nccl.*AllReduce|all_reduce_kernel",
+    "all-reduce": r"nccl.*AllReduce|all_reduce_kernel|^(psum|all_reduce)\w*_fusion",
     "reduce-scatter": r"nccl.*ReduceScatter",
     "all-gather": r"nccl.*AllGather",
     "send and receive": r"nccl.*(SendRecv|AlltoAll)",

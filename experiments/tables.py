@@ -180,6 +180,26 @@ def sums_nvlink(figures: Figures) -> Iterable[Row]:
         yield f"{millions}M", *four, *two
 
 
+# NCCL's published bus bandwidth of large exact sums on H100, GB/s: by its ring, 2 to 8 GPUs, and with sums in the
+# NVSwitches (NVLS) on 8; on 2 to 4 GPUs NVLS is no faster than the ring. https://github.com/NVIDIA/nccl/issues/1455
+RING_GB_S, NVLS_GB_S = 370, 480
+
+
+def against_published(figures: Figures) -> Iterable[Row]:
+    """Ratios of the table of sums as if exact sums were as fast as published: ratio x measured / published."""
+    yield ("GPUs", "elements", "exact sum, bus GB/s", "codec", "measured", f"at {RING_GB_S} GB/s: ring",
+           f"at {NVLS_GB_S} GB/s: NVLS on 8 GPUs")  # fmt: skip
+    for gpus in (2, 4):
+        folder = f"allreduce_{gpus}gpus"
+        for millions in (16, 64, 256):
+            key = str(1024 * millions)
+            exact = figures.value(folder, f"{key}.none.bus_gb_s")
+            for codec in ("taco", "int4h"):
+                ratio = figures.value(folder, f"{key}.{codec}.speedup")
+                cells = [f"{ratio * exact / published:.2f}x" for published in (RING_GB_S, NVLS_GB_S)]
+                yield str(gpus), f"{millions}M", f"{exact:.0f}", f"`{codec}`", f"{ratio:.2f}x", *cells
+
+
 def perplexity(figures: Figures) -> Iterable[Row]:
     yield "codec", "times fewer bytes than bf16", "perplexity without", "with error feedback"
     names = {
@@ -302,6 +322,7 @@ TABLES: dict[str, Callable[[Figures], Iterable[Row]]] = {
     "step-7b": step_7b,
     "codec-kernels": codec_kernels,
     "sums-nvlink": sums_nvlink,
+    "sums-published": against_published,
     "drop-in": drop_in,
     "perplexity": perplexity,
     "recommended": recommended,

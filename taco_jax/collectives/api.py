@@ -37,7 +37,9 @@ from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
 from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import as_integer, refuse_options
 
-SUMS = ("psum", "copy")  # whose messages are all-reduces
+# What the forward and the backward message of a collective is, where that is another one's.
+MESSAGES = {"copy": ("psum", "psum"), "psum_scatter": ("psum_scatter", "all_gather"),
+            "all_gather": ("all_gather", "psum_scatter")}  # fmt: skip
 # What collectives once took beside `compression`; all but the first two are fields of it.
 OLD_SPELLINGS = ("codec", "backward_codec", "algorithm", "ranks_per_host", "between_hosts", "link", "min_bytes",
                  "backend", "chunks", "exchange")  # fmt: skip
@@ -226,8 +228,8 @@ def _call(name, x, site, call: Call, **own):
     shape = x.shape if rest is None else rest.piece(x.shape)
     nbytes = math.prod(shape) * x.dtype.itemsize * (lax.axis_size(axis) if name == "all_gather" else 1)
     forward, backward = (
-        call.message(Label(site, direction, comm_log.current_calls(direction)), shape, nbytes, sums=name in SUMS)
-        for direction in DIRECTIONS
+        call.message(Label(site, direction, comm_log.current_calls(direction)), shape, nbytes, operation=operation)
+        for direction, operation in zip(DIRECTIONS, MESSAGES.get(name, (name, name)))
     )
     operation = Operation(name, forward, backward, rest=rest, **own)
     if x.size == 0:

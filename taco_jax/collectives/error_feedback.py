@@ -66,7 +66,7 @@ def psum_with_feedback(
         # In x's dtype, so that XLA may add it in the product that x is.
         x = x + lax.stop_gradient(error).astype(x.dtype)
     forward, backward = (
-        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, x.nbytes)
+        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, x.nbytes, one_kernel=False)
         for direction in DIRECTIONS
     )
     if not _loses(forward):
@@ -112,7 +112,7 @@ def copy_with_feedback(
     if carrier.shape != x.shape:
         raise ValueError(f"copy_with_feedback: carrier is of shape {carrier.shape}: must be x's, {x.shape}")
     forward, backward = (
-        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, x.nbytes)
+        call.message(Label(site, direction, comm_log.current_calls(direction)), x.shape, x.nbytes, one_kernel=False)
         for direction in DIRECTIONS
     )
     operation = Operation("copy", forward, dataclasses.replace(backward, feedback=True))
@@ -123,7 +123,7 @@ def copy_with_feedback(
 def loses(shape: tuple[int, ...], dtype, axis_name: AxisName, *, compression) -> bool:
     """Returns whether `psum_with_feedback` of an x of this shape and dtype leaves an error."""
     call = _check_call("loses", axis_name, compression)
-    return _loses(call.message(Label(), shape, math.prod(shape) * np.dtype(dtype).itemsize))
+    return _loses(call.message(Label(), shape, math.prod(shape) * np.dtype(dtype).itemsize, one_kernel=False))
 
 
 def _loses(message: Message) -> bool:

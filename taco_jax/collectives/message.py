@@ -33,14 +33,15 @@ class Label:
 class Message:
     """The static part of one message: hashable, so that a custom_vjp can carry it.
 
-    compression: as given to the collective; what it leaves open is decided in `algorithm`, `chunks` and `exchange`.
-    codec: of this direction; exact where the message is too small.
-    why: the algorithm is this one, where it was measured; else empty.
-    local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
-      codec between hosts.
-    with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
-    group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
-    feedback: an all-reduce's result is (sum, this rank's error), see `error_feedback.py`.
+      compression: as given to the collective; what it leaves open is decided in `algorithm`, `chunks` and `exchange`.
+      codec: of this direction; exact where the message is too small.
+      why: the algorithm is this one, where it was measured; else empty.
+      local: ranks of a host, where the message goes in levels (`hierarchical.py`); 0 where it does not. between: its
+        codec between hosts.
+      with_stats: the measure has `len(codec.STATS)` entries instead of the amax alone.
+      group: the ranks that exchange it, where it is one level of another message; None: all of the axis.
+      feedback: an all-reduce's result is (sum, this rank's error), see `error_feedback.py`.
+    separate: kernels around NCCL's collectives were measured as the fastest, so that it is no kernel over NVLink.
     """
 
     axis: AxisName
@@ -57,6 +58,7 @@ class Message:
     with_stats: bool = False
     group: topology.Group | None = None
     feedback: bool = False
+    separate: bool = False
 
     @property
     def backend(self) -> str:
@@ -64,7 +66,7 @@ class Message:
 
     @property
     def link(self) -> str:
-        return self.compression.link
+        return "nccl" if self.separate else self.compression.link
 
     @property
     def ranks(self) -> int:

@@ -6,12 +6,22 @@ which exchange, and in how many hops a sum is fastest. Read when a collective is
         "best": [{"bytes": 65536, "chunks": 1, "exchange": "all_to_all"}],
         "sums": [{"bytes": 65536, "chunks": 1, "algorithm": "one_shot"}]}}}
 
-min_bytes: messages from this size on were faster compressed; null: none was. best: the fastest way of two hops at each
+min_bytes: sums from this size on were faster compressed; null: none was. best: the fastest way of two hops at each
 measured size; a message takes that of the next smaller one. sums: likewise, the algorithm that won for a sum and its
-chunks; files of earlier versions have none, and sums then go by the number of ranks alone. The file is
+chunks. times: what was measured, by operation, in microseconds [median, spread]:
+
+    "times": {"psum": [{"bytes": 65536, "free": [9.1, 0.1], "exact": [31.2, 0.2], "ways": [
+        {"link": "nccl", "algorithm": "one_shot", "chunks": 1, "exchange": "all_to_all", "us": [28.0, 0.3]}]}]}
+
+Where a file has the times of an operation, they alone decide (`timings.decide`). Files of earlier versions have no
+times, or no sums either: then min_bytes, best and sums decide, for all operations. The file is
 ~/.cache/taco_jax/tuned.json, or the one that the environment variable TACO_JAX_TUNED names (an empty value: none). Any
 other key, and a codec that is no preset, is an error: it would never be read. The CPU emulator reads only a file that
 is named so: it compresses everything, so that what is trained there is what is asked for.
+
+GPUs whose file says nothing of a codec go by `measured.json` beside this module: a file of the same form, measured on
+the kinds of GPUs and links that it names; the records are in experiments/results/tune_*. With an empty variable they do
+not.
 """
 
 from __future__ import annotations
@@ -21,15 +31,18 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pallas_kernels import nvlink
 from pallas_kernels.dispatch import region_device
 from pallas_kernels.nvlink import hardware
 from taco_jax.codec import CODECS
-from taco_jax.compression.compression import EXCHANGES, MAX_CHUNKS, SHOTS
+from taco_jax.compression import timings
+from taco_jax.compression.compression import EXCHANGES, LINKS, MAX_CHUNKS, SHOTS
+from taco_jax.compression.timings import Row, Time, Way
 
+MEASURED = Path(__file__).with_name("measured.json")
 VARIABLE = "TACO_JAX_TUNED"
 # Without a measurement: on GPUs small messages are bound by launch latency, where compressing only adds kernels.
 DEFAULT_MIN_BYTES = 1 << 20
@@ -53,11 +66,12 @@ class TunedFileError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Tuned:
     """One codec on one link. min_bytes: None if compressing never paid. best: (bytes, chunks, exchange), by size; sums:
-    (bytes, chunks, algorithm), empty where only one algorithm was measured."""
+    (bytes, chunks, algorithm), empty where only one algorithm was measured; times: rows by size of each operation."""
 
     min_bytes: int | None
     best: tuple[tuple[int, int, str], ...]
     sums: tuple[tuple[int, int, str], ...] = ()
+    times: Mapping[str, tuple[Row, ...]] = dataclasses.field(default_factory=dict)
 
     def transport(self, nbytes: int) -> tuple[int, str]:
         """(chunks, exchange) for a message of `nbytes`."""
@@ -140,16 +154,63 @@ def _tuned(file, key, value) -> Tuned:
     name = key.rpartition(": ")[2]
     if name not in CODECS or CODECS[name].exact:
         _refuse(file, key, value, "must be a codec preset that compresses")
-    unknown = sorted((fields.keys() ^ {"min_bytes", "best"}) - {"sums"})
+    unknown = sorted((fields.keys() ^ {"min_bytes", "best"}) - {"sums", "times"})
     if unknown:
-        rule = "must have exactly the keys min_bytes and best, and may have sums"
+        rule = "must have exactly the keys min_bytes and best, and may have sums and times"
         _refuse(file, f"{key}.{unknown[0]}", fields.get(unknown[0]), rule)
     least = fields["min_bytes"]
     if least is not None and not _is_count(least, 0):
         _refuse(file, f"{key}.min_bytes", least, "must be a number of bytes, or null for never")
     best = _rows(file, f"{key}.best", fields["best"], "exchange", EXCHANGES[1:])
     sums = _rows(file, f"{key}.sums", fields["sums"], "algorithm", SHOTS) if "sums" in fields else ()
-    return Tuned(least, best, sums)
+    times = _dict(file, f"{key}.times", fields.get("times", {}))
+    for operation in times.keys() - set(timings.OPERATIONS):
+        rule = f"must be one of {', '.join(timings.OPERATIONS)}"
+        _refuse(file, f"{key}.times.{operation}", times[operation], rule)
+    return Tuned(least, best, sums, {name: _times(file, f"{key}.times.{name}", rows) for name, rows in times.items()})
+
+
+def _times(file, key: str, listed) -> tuple[Row, ...]:
+    """The rows of one operation, by size."""
+    if not isinstance(listed, list) or not listed:
+        _refuse(file, key, listed, "must be a list with an entry for each measured size")
+    rows = []
+    for i, row in enumerate(listed):
+        at, row = f"{key}[{i}]", _exactly(file, f"{key}[{i}]", row, ("bytes", "free", "exact", "ways"))
+        if not _is_count(row["bytes"], 0):
+            _refuse(file, f"{at}.bytes", row["bytes"], "must be a number of bytes")
+        if not isinstance(row["ways"], list) or not row["ways"]:
+            _refuse(file, f"{at}.ways", row["ways"], "must be a list with an entry for each measured way")
+        free, exact = (_time(file, f"{at}.{name}", row[name]) for name in ("free", "exact"))
+        ways = dict(_way(file, f"{at}.ways[{j}]", way) for j, way in enumerate(row["ways"]))
+        rows.append(Row(row["bytes"], free, exact, ways))
+    return tuple(sorted(rows, key=lambda row: row.bytes))
+
+
+def _way(file, key: str, value) -> tuple[Way, Time]:
+    fields = _exactly(file, key, value, (*Way._fields, "us"))
+    choices = {"link": LINKS[1:], "algorithm": ("auto", *SHOTS), "exchange": EXCHANGES[1:]}
+    for field, valid in choices.items():
+        if fields[field] not in valid:
+            _refuse(file, f"{key}.{field}", fields[field], f"must be {' or '.join(valid)}")
+    if not _is_count(fields["chunks"], 1, MAX_CHUNKS):
+        _refuse(file, f"{key}.chunks", fields["chunks"], f"must be a number from 1 to {MAX_CHUNKS}")
+    return Way(**{field: fields[field] for field in Way._fields}), _time(file, f"{key}.us", fields["us"])
+
+
+def _time(file, key: str, value) -> Time:
+    good = isinstance(value, list) and len(value) == 2
+    if not good or any(isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < NEVER for v in value):
+        _refuse(file, key, value, "must be [median, spread] in microseconds")
+    return Time(*map(float, value))
+
+
+def _exactly(file, key: str, value, names: Sequence[str]) -> dict:
+    """An object with these keys and no others."""
+    fields = _dict(file, key, value)
+    for name in sorted(fields.keys() ^ set(names)):
+        _refuse(file, f"{key}.{name}", fields.get(name), f"must have exactly the keys {', '.join(names)}")
+    return fields
 
 
 def _rows(file, key: str, listed, choice: str, valid: tuple[str, ...]) -> tuple[tuple[int, int, str], ...]:
@@ -208,6 +269,7 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
                 "best": [dict(zip(("bytes", "chunks", "exchange"), row)) for row in tuned.best],
             }
             | ({"sums": [dict(zip(("bytes", "chunks", "algorithm"), row)) for row in tuned.sums]} if tuned.sums else {})
+            | ({"times": {name: list(map(_plain, rows)) for name, rows in tuned.times.items()}} if tuned.times else {})
             for codec, tuned in by_codec.items()
         }
         for name, by_codec in content.items()
@@ -218,26 +280,67 @@ def write(file: Path, entry: str, codecs: Mapping[str, Tuned]) -> None:
     new.replace(file)
 
 
+def _plain(row: Row) -> dict:
+    """A row as the file has it."""
+    rounded = lambda time: [round(value, 2) for value in time]
+    ways = [way._asdict() | {"us": rounded(time)} for way, time in row.ways.items()]
+    return {"bytes": row.bytes, "free": rounded(row.free), "exact": rounded(row.exact), "ways": ways}
+
+
 def find(codec_name: str, ranks: int, device=None) -> Tuned | None:
     """Returns what was measured for a codec, by default on the device that is traced for; None if nothing was."""
+    found = _found(codec_name, ranks, device)
+    return None if found is None else found[0]
+
+
+def origin(codec_name: str, ranks: int, device=None) -> Path | None:
+    """Returns the file of what `find` returns."""
+    found = _found(codec_name, ranks, device)
+    return None if found is None else found[1]
+
+
+def _found(codec_name: str, ranks: int, device) -> tuple[Tuned, Path] | None:
     device = region_device() if device is None else device
     file = path(device.platform)
     if file is None:
         return None
-    return read(file).get(entry_name(device.device_kind, ranks), {}).get(codec_name)
+    for each in (file, *([MEASURED] if device.platform != "cpu" else [])):
+        found = read(each).get(entry_name(device.device_kind, ranks), {}).get(codec_name)
+        if found is not None:
+            return found, each
+    return None
+
+
+def allowed(device, link: str, one_kernel: bool = True) -> timings.Allowed:
+    """Which ways are open to a message on such devices. link: as of `Compression`; one_kernel: it can be one."""
+    open_links = {"nccl"} if link != "nvlink" else set()
+    if link == "nvlink" or (one_kernel and in_one_kernel(device, link)):
+        open_links.add("nvlink")
+    return lambda way: way.link in open_links
 
 
 def default_min_bytes(codec_name: str, ranks: int, device=None, link: str = "auto") -> int:
-    """The message size from which a layer compresses when its `min_bytes` is None. link: as of `Compression`."""
+    """The size from which a sum is compressed when its `min_bytes` is None, and other messages that were not timed.
+
+    link: as of `Compression`.
+    """
     device = region_device() if device is None else device
     tuned = find(codec_name, ranks, device)
     if tuned is None:
-        if device.platform == "cpu":
-            return 0
-        if hardware.missing(device.device_kind) is not None:
-            return DEFAULT_MIN_BYTES
-        return NVLINK_MIN_BYTES if in_one_kernel(device, link) else SEPARATE_MIN_BYTES
-    return NEVER if tuned.min_bytes is None else tuned.min_bytes
+        return untuned_min_bytes(device, link)
+    least = tuned.min_bytes
+    if "psum" in tuned.times:
+        least = timings.threshold(tuned.times["psum"], allowed(device, link))
+    return NEVER if least is None else least
+
+
+def untuned_min_bytes(device, link: str) -> int:
+    """The message size from which a layer compresses where nothing was measured. link: as of `Compression`."""
+    if device.platform == "cpu":
+        return 0
+    if hardware.missing(device.device_kind) is not None:
+        return DEFAULT_MIN_BYTES
+    return NVLINK_MIN_BYTES if in_one_kernel(device, link) else SEPARATE_MIN_BYTES
 
 
 def in_one_kernel(device, link: str) -> bool:

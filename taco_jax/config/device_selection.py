@@ -14,6 +14,9 @@ from taco_jax.errors import ConfigError
 
 MAX_EMULATED = 4096
 """Devices on the CPU: each takes threads, and XLA starts all of them."""
+COLLECTIVE_KERNELS = ("--xla_gpu_unsupported_use_all_reduce_one_shot_kernel",
+                      "--xla_gpu_experimental_use_collective_kernels")  # fmt: skip
+"""Flags of XLA's own kernels for exact sums: the one that every jax knows, and jax 0.11's."""
 MALLOPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_ARENA_MAX": (-8, 1)}
 """Options of glibc's malloc.h, their numbers there and the values of `_keep_memory`."""
 
@@ -58,6 +61,9 @@ def select_devices(devices: str | None, *, deterministic: bool = False, in_order
             flags.append("--xla_gpu_deterministic_ops=true")
         # NCCL's sums in the NVLink switch depend on how its memory came to lie.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0") and not any(map(have, COLLECTIVE_KERNELS)):
+        # From jax 0.11 on XLA sums up to 4 MiB by kernels that write into peers' memory, whatever NCCL is told.
+        flags.append(f"{COLLECTIVE_KERNELS[0]}=false")
     if in_order:
         # A matrix product fills the GPU. One that starts before the message beside it, on any rank, holds it up.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

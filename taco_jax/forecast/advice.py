@@ -155,6 +155,9 @@ def sure(machine: Machine, use: str, tp: int) -> tuple[str, ...]:
         f"{100 * group['median']:.1f} %, worst {100 * group['worst']:.1f} % (docs/forecast.md)"
     ]
     lines += [f"assumed: {text}" for text in (*machine.gpu.assumed, *machine.link.assumed)]
+    if machine.link.name == "nvlink" and tp > 1:
+        rate = machine.link.exact_gb_s(tp)
+        lines.append(f"exact sums: NCCL's ring at {rate:.0f} GB/s, multicast (NVLS) off; --link nvls has it on")
     measured = load()["memory"]["share_of_sheet"]
     if machine.measured:
         lines.append(f"measured here: {', '.join(machine.measured['what'])}")

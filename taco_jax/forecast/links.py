@@ -1,6 +1,7 @@
 """Links: what carries messages, as a latency and a rate for each kind of message and number of ranks.
 
-nvlink, host         measured on H200 (experiments/fit_forecast.py)
+nvlink, host         measured on H200 (experiments/fit_forecast.py), NVLink's multicast (NVLS) off
+nvls                 nvlink, with exact sums as fast as published where NVSwitches add them up (NVLS); by arithmetic
 pcie4x16, pcie5x8    PCIe of a generation and width, peer to peer
 12GB/s,15us          what one GPU sends in one direction, and how long an empty message takes
 100Gb/s              the same in bits
@@ -18,7 +19,10 @@ from taco_jax.errors import ConfigError, did_you_mean
 from taco_jax.forecast.constants import load
 from taco_jax.forecast.hardware import Gpu
 
-EXAMPLES = "12GB/s,15us, 100Gb/s, nvlink, host, pcie4x16 or measured"
+EXAMPLES = "12GB/s,15us, 100Gb/s, nvlink, nvls, host, pcie4x16 or measured"
+# NCCL's bus bandwidth of large exact sums with NVLS by ranks, on H100: https://github.com/NVIDIA/nccl/issues/1455, and
+# of eight https://github.com/NVIDIA/nccl-tests/issues/212 and /272 (475 on H200). Its ring has 365 to 370 for 2 to 8.
+NVLS_GB_S = {2: 370.0, 4: 370.0, 8: 480.0}
 # PCI Express Base Specification: GT/s of a lane, and the share of bits that are data (128b/130b).
 PCIE_GT_S = {3: 8, 4: 16, 5: 32, 6: 64}
 PCIE_ENCODING = 128 / 130
@@ -86,6 +90,10 @@ class Link:
         """The rate of its hops."""
         return _nearest(self.hop, ranks)[1].gb_s
 
+    def exact_gb_s(self, ranks: int) -> float:
+        """The rate of its exact sums: NCCL's bus bandwidth of large ones."""
+        return _nearest(self.exact, ranks)[1].gb_s
+
     def at(self, gb_s: float) -> Link:
         """The link as if it carried so much: latencies stay, all rates change alike, NVLink kernels are off."""
         factor = gb_s / self.gb_s(2)
@@ -120,6 +128,8 @@ def parse(text: str, gpu: Gpu, measured: dict | None = None, key: str = "--link"
     """
     if text in ("nvlink", "host"):
         return _fitted(text, gpu, key)
+    if text == "nvls":
+        return _nvls(gpu, key)
     if text == "measured":
         return _measured(measured, key)
     if match := re.fullmatch(r"pcie([3-6])x(1|2|4|8|16)", text):
@@ -127,7 +137,9 @@ def parse(text: str, gpu: Gpu, measured: dict | None = None, key: str = "--link"
     number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
     match = re.fullmatch(rf"{number}\s*(GB|Gb|MB|Mb)/?s?(?:,\s*{number}\s*(us|ms))?", text)
     if match is None:
-        hint = did_you_mean(text, ("nvlink", "host", "measured", "pcie3x16", "pcie4x16", "pcie5x16"), otherwise="")
+        hint = did_you_mean(
+            text, ("nvlink", "nvls", "host", "measured", "pcie3x16", "pcie4x16", "pcie5x16"), otherwise=""
+        )
         raise ConfigError(f"{key} {text!r}: is no link; {hint}{' ' * bool(hint)}give a speed, or a name: {EXAMPLES}")
     speed = float(match[1]) * {"GB": 1, "Gb": 1 / 8, "MB": 1e-3, "Mb": 1e-3 / 8}[match[2]]
     us = None if match[3] is None else float(match[3]) * {"us": 1, "ms": 1e3}[match[4]]
@@ -170,6 +182,23 @@ def _fitted(kind: str, gpu: Gpu, key: str) -> Link:
         kernels = {int(n): Kernel(r["us"], r["gb_s"] * factor, r["ns"]) for n, r in c["kernel"].items()}
     of = {"exact": rates(c["exact"]), "hop": rates(c["hop"]), "kernel": kernels}
     return Link(kind, kind, source=c["source"], assumed=assumed, **of)
+
+
+def _nvls(gpu: Gpu, key: str) -> Link:
+    """NVLink whose exact sums are as fast as published with NVLS; everything else as measured."""
+    if gpu.capability is None or gpu.capability[0] < 9:
+        raise ConfigError(f"{key} nvls: {gpu.name} has no sums in NVSwitches, which Hopper brought; use {key} nvlink")
+    link = _fitted("nvlink", gpu, key)
+    factor = gpu.nvlink_gb_s / load()["nvlink_gb_s"]
+
+    def us(ranks: int) -> float:
+        at, rate = _nearest(link.exact, ranks)
+        return rate.us * steps(ranks) / steps(at)
+
+    exact = {ranks: Rate(us(ranks), gb_s * factor) for ranks, gb_s in NVLS_GB_S.items()}
+    assumed = "exact sums, scatters and gathers at the bus bandwidth published for sums with NVLS; not measured here"
+    return dataclasses.replace(link, name="nvls", exact=exact, assumed=(*link.assumed, assumed),
+                               source=f"{link.source}; exact sums: NVIDIA/nccl issue 1455")  # fmt: skip
 
 
 def _pcie(generation: int, lanes: int) -> Link:

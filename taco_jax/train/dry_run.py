@@ -139,8 +139,8 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
         return f"  {codec:12} messages from {given:,} bytes, as configured"
     link = program.config.compression.link
     least, file = tuned.default_min_bytes(codec, ranks, device, link), tuned.path(device.platform)
-    if tuned.find(codec, ranks, device) is not None:
-        source = f"tuned for {tuned.entry_name(device.device_kind, ranks)} in {file}"
+    if (origin := tuned.origin(codec, ranks, device)) is not None:
+        source = f"tuned for {tuned.entry_name(device.device_kind, ranks)} in {origin}"
     elif file is None:
         source = "the default without a file of tuned values"
     else:

@@ -19,6 +19,7 @@ from pallas_kernels.nvlink import hardware
 from taco_jax import Compression
 from taco_jax.collectives import comm_log
 from taco_jax.compression import tuned
+from taco_jax.compression.timings import Row, Time, Way
 from taco_jax.compression.tuned import Tuned, TunedFileError
 
 NAME = "cpu, 4 ranks, nvlink or pcie p2p"
@@ -145,6 +146,117 @@ def test_the_site_table_says_which_and_why(file):
     assert how() == ("two_shot", "the rule for 4 ranks")
 
 
+ONE, RING = Way("nccl", "one_shot"), Way("nccl", "two_shot", 2, "ring")
+
+
+def timed(nbytes, *ways, exact=50.0):
+    return Row(nbytes, Time(10.0), Time(exact, 0.5), {way: Time(us, 0.5) for way, us in ways})
+
+
+SUMS = (timed(4096, (ONE, 49.0), (RING, 60.0)), timed(8192, (ONE, 30.0), (RING, 60.0)),
+        timed(32768, (ONE, 30.0), (RING, 20.0)))  # fmt: skip
+
+
+def test_times_are_written_and_read(file):
+    others = {"ppermute": (timed(4096, (Way(chunks=3), 1.25)),), "all_gather": (timed(8, (Way("nvlink"), 1.0)),)}
+    tuned.write(file, NAME, {"taco": Tuned(4096, TACO.best, (), {"psum": SUMS} | others)})
+    tuned.write(file, NAME, {"int8h": TACO})
+    assert tuned.read(file)[NAME] == {"taco": Tuned(4096, TACO.best, (), {"psum": SUMS} | others), "int8h": TACO}
+
+
+def test_layers_do_as_timed(file):
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, ((4096, 4, "two_shot"),), {"psum": SUMS})})
+    exact, one = {"all-reduce": 1}, {"all-gather": 1}
+    ring = {"collective-permute": 6, "all-gather": 2}
+    # At 4 KiB one shot is faster than exact, but within the margin; between 4 and 8 KiB nothing pays at both ends.
+    for nbytes, expected in {4096: exact, 8188: exact, 16384: one, 32768: ring}.items():
+        assert sent(nbytes // 4, "taco") == expected, nbytes
+    # What is said wins over what was measured, and then the fastest of what is left is taken.
+    assert sent(1024, Compression("taco", min_bytes=0)) == one
+    assert sent(1024, Compression("taco", min_bytes=0, algorithm="two_shot")) == ring
+    assert sent(8192, Compression("taco", min_bytes=1 << 20)) == exact
+    assert sent(2048, Compression("taco", algorithm="two_shot")) == exact  # two shots do not pay there
+    assert sent(8192, Compression("taco", chunks=1)) == {"collective-permute": 3, "all-gather": 1}
+    # A time for 4 ranks says nothing of 8, nor of ranks on two hosts.
+    assert sent(1024, "taco", ranks=8) == {"all-to-all": 1, "all-gather": 1}
+    assert sent(2048, Compression("taco", ranks_per_host=2))["all-gather"] > 1
+
+
+def test_each_operation_goes_by_its_own_times(file):
+    pays, never = timed(4096, (Way(), 20.0)), timed(4096, (Way(), 60.0))
+    times = {"psum": (timed(4096, (ONE, 60.0)),), "psum_scatter": (pays,), "all_gather": (never,)}
+    tuned.write(file, NAME, {"taco": Tuned(None, TACO.best, (), times)})
+    x_P = np.ones((4, 4096), np.float32)
+    of = lambda f: counts(per_rank(f, 4).lower(x_P).compile())
+    as_tuned = {"compression": Compression("taco"), "tiled": True}
+    scatter = lambda x: taco_jax.psum_scatter(x, "tp", **as_tuned)
+    assert of(scatter) == {"all-to-all": 1}
+    assert of(lambda x: taco_jax.all_gather(x, "tp", **as_tuned)) == {"all-gather": 1}
+    # The gradient of a scatter is a gather, and goes exactly: its one collective is of floats.
+    with comm_log.record() as table:
+        per_rank(lambda x: jax.vjp(scatter, x)[1](x[:1024])[0], 4).lower(x_P)
+    assert {row.op: row.codec for row in table.rows()} == {"psum_scatter": "taco", "all_gather": "none"}
+    # Of a link whose sums were timed, what was not timed goes by the default; on the emulator that is all of it.
+    perm = [(0, 1), (1, 0)]
+    moved = of(lambda x: taco_jax.ppermute(x, "tp", perm, compression="taco"))
+    assert moved == {"collective-permute": 1}
+
+
+def test_a_sum_with_feedback_takes_a_way_that_it_has(file, monkeypatch):
+    """One kernel over NVLink keeps no wires: of what was timed only separate kernels count."""
+    kernel = Way("nvlink", "one_shot")
+    monkeypatch.setattr(tuned, "in_one_kernel", lambda device, link: link != "nccl")
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, (), {"psum": (timed(4096, (kernel, 20.0), (ONE, 60.0)),)})})
+    x_P = np.ones((4, 2048), np.float32)
+    with_feedback = lambda x: taco_jax.psum_with_feedback(x, "tp", compression="taco")[0]
+    assert counts(per_rank(with_feedback, 4, invarying_out=True).lower(x_P).compile()) == {"all-reduce": 1}
+    # Without feedback the kernel's time says that it pays (and the emulator, which has none, takes its algorithm).
+    assert sent(2048, "taco") == {"all-gather": 1}
+    assert sent(2048, Compression("taco", link="nccl")) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("kernel, separate, link", [(20.0, 30.0, "auto"), (30.0, 20.0, "nccl")])
+def test_a_message_takes_the_link_that_was_faster(kernel, separate, link, file, monkeypatch):
+    from taco_jax.collectives.call import check_call
+    from taco_jax.collectives.message import Label
+
+    monkeypatch.setattr(tuned, "in_one_kernel", lambda device, link: link != "nccl")
+    rows = (timed(4096, (Way("nvlink", "two_shot"), kernel), (ONE, separate)),)
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, (), {"psum": rows})})
+    found = []
+
+    def local(x):
+        found.append(check_call("psum", "tp", Compression("taco")).message(Label(), x.shape, x.nbytes))
+        return x
+
+    per_rank(local, 4).lower(np.ones((4, 2048), np.float32))
+    assert found[0].link == link and found[0].algorithm == ("two_shot" if link == "auto" else "one_shot")
+    assert found[0].how[1] == "the fastest one at 4,096 bytes, as tuned for 4 ranks of this link"
+
+
+def test_what_is_shipped_is_for_gpus_whose_file_says_nothing(file, monkeypatch, tmp_path):
+    kind = "some GPU"
+    device = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability="9.0")
+    monkeypatch.setattr(tuned, "MEASURED", tmp_path / "measured.json")
+    tuned.write(tuned.MEASURED, tuned.entry_name(kind, 4), {"taco": Tuned(8192, TACO.best)})
+    assert tuned.find("taco", 4, device) == Tuned(8192, TACO.best) and tuned.origin("taco", 4, device) == tuned.MEASURED
+    assert tuned.find("int8h", 4, device) is None and tuned.find("taco", 2, device) is None
+    tuned.write(file, tuned.entry_name(kind, 4), {"taco": TACO})
+    assert tuned.find("taco", 4, device) == TACO and tuned.origin("taco", 4, device) == file
+    assert tuned.find("taco", 4, SimpleNamespace(platform="cpu", device_kind=kind)) == TACO
+    file.unlink()
+    assert tuned.find("taco", 4, SimpleNamespace(platform="cpu", device_kind=kind)) is None
+    monkeypatch.setenv("TACO_JAX_TUNED", "")
+    assert tuned.find("taco", 4, device) is None
+
+
+def test_the_threshold_of_sums_is_that_of_their_times(file):
+    device = jax.devices()[0]
+    tuned.write(file, NAME, {"taco": Tuned(0, TACO.best, (), {"psum": SUMS}), "int8h": TACO})
+    assert tuned.default_min_bytes("taco", 4, device) == 8192 and tuned.default_min_bytes("int8h", 4, device) == 4096
+    assert tuned.default_min_bytes("taco", 4, device, link="nvlink") == tuned.NEVER
+
+
 def test_raw_collectives_ask_as_layers_do(file):
     tuned.write(file, NAME, {"taco": TACO})
     x_P = np.ones((4, 2048), np.float32)
@@ -224,6 +336,10 @@ def entry(**changes):
     return {"min_bytes": 1, "best": [{"bytes": 1, "chunks": 1, "exchange": "ring"}]} | changes
 
 
+def time_row(**changes):
+    return {"bytes": 1, "free": [0, 0], "exact": [1, 0], "ways": [Way()._asdict() | {"us": [1, 0]}]} | changes
+
+
 @pytest.mark.parametrize(
     "text,message",
     [
@@ -250,6 +366,24 @@ def entry(**changes):
             'taco.sums[0].algorithm="ring": must be one_shot or two_shot',
         ),
         (json.dumps({"a": {"taco": entry(sums=[])}}), "'a': taco.sums=[]: must be a list"),
+        (
+            json.dumps({"a": {"taco": entry(times={"psums": []})}}),
+            "taco.times.psums=[]: must be one of psum, psum_scat",
+        ),
+        (
+            json.dumps({"a": {"taco": entry(times={"psum": [{"bytes": 1}]})}}),
+            "taco.times.psum[0].exact=null: must have ",
+        ),
+        (
+            json.dumps({"a": {"taco": entry(times={"psum": [time_row(exact=[1])]})}}),
+            "taco.times.psum[0].exact=[1]: must be [median, spread] in microseconds",
+        ),
+        (
+            json.dumps(
+                {"a": {"taco": entry(times={"psum": [time_row(ways=[dict(Way()._asdict(), us=[1, 1], link="tcp")])]})}}
+            ),
+            'taco.times.psum[0].ways[0].link="tcp": must be nccl or nvlink',
+        ),
         (json.dumps({"a": {"tacoo": entry()}}), "'a': tacoo={\"min_bytes\": 1"),
         (json.dumps({"a": {"none": entry()}}), "must be a codec preset that compresses; repair it, or delete the file"),
         ("[" * 100000, "is no JSON file (nested too deeply); repair it, or delete the file and run python -m"),

@@ -1,11 +1,13 @@
 """The value of --devices: parsed, and set before a backend starts."""
 
+import os
 import sys
 
 import pytest
 
 from taco_jax.config import (
     ConfigError,
+    cli,
     parse_devices,
 )
 
@@ -39,6 +41,26 @@ print(len(jax.devices()), jax.devices()[0].platform, os.environ["XLA_FLAGS"])
 """
     out = run_python(code, devices=None, env={"XLA_FLAGS": before}).stdout.split()
     assert out == ["3", "cpu", *after, "--xla_gpu_deterministic_ops=true"]
+
+
+@pytest.mark.parametrize(
+    "disabled, before, after",
+    [
+        ("1", "", "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"),
+        ("1", "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE", None),
+        ("1", "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true", None),
+        ("0", "", None),
+        (None, "--xla_gpu_deterministic_ops=true", None),
+    ],
+)
+def test_exact_sums_stay_out_of_peer_memory_where_that_is_disabled(disabled, before, after, monkeypatch):
+    """XLA's own kernels do not ask NCCL's settings. What the user says of them stays."""
+    monkeypatch.setenv("XLA_FLAGS", before)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if disabled is not None:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    cli.select_devices(None)
+    assert os.environ["XLA_FLAGS"] == (before if after is None else after)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")

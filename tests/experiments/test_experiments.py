@@ -33,6 +33,12 @@ BAD = [
     ("bench_psum", ["--megaelements", "0"], "--megaelements=0: must be integers of at least 1"),
     ("bench_psum", ["--megaelements", "1,x"], "--megaelements=1,x: must be integers of at least 1"),
     ("bench_allreduce", ["--operation", "psums"], "--operation='psums': did you mean 'psum'?"),
+    ("bench_allreduce", ["--exact", "xla,nccll"], "--exact='nccll': did you mean 'nccl'?"),
+    ("bench_small_sums", ["--codecs", "int8h:al"], "--codecs='int8h:al': must be name or name:all"),
+    ("bench_small_sums", ["--codecs", "int8"], "--codecs='int8': did you mean"),
+    ("bench_small_sums", ["--width", "100"], "--width=100: must be a multiple of 512"),
+    ("bench_small_sums", ["--kibibytes", "256,100"], "--kibibytes=256,100: must be multiples of "),
+    ("bench_small_sums", ["--rounds", "0"], "--rounds=0: must be at least 1"),
     ("bench_step", [*LINKS, "--variants", "none,free,tacoo"], "--codecs='tacoo': did you mean 'taco'?"),
     ("bench_step", [*LINKS, "--variants", "none,taco"], "--variants=none,taco: must have none and free to compare"),
     ("bench_step", [*LINKS, "--variants", "none,free,taco:0"], "--variants (chains)=0: must be integers of at least 1"),
@@ -157,6 +163,29 @@ def test_the_ways_of_a_sum(program):
     assert program("bench_psum").parse("taco,int6h:2,int4h:4:ring") == {
         "taco": ("taco", 1, "auto"), "int6h:2": ("int6h", 2, "auto"), "int4h:4:ring": ("int4h", 4, "ring"),
     }  # fmt: skip
+
+
+def test_small_messages_as_tuned_beside_exact_ones(program, tmp_path, monkeypatch):
+    """What goes exactly is the exact program, timed once; what is compressed is another one."""
+    from taco_jax.compression import tuned
+    from taco_jax.compression.timings import Row, Time, Way
+
+    small = program("bench_small_sums")
+    monkeypatch.setattr(small, "LAYERS", 2)
+    file = tmp_path / "tuned.json"
+    monkeypatch.setenv("TACO_JAX_TUNED", str(file))
+    row = lambda nbytes, us: Row(nbytes, Time(1.0), Time(50.0), {Way("nccl", "one_shot"): Time(us)})
+    times = {"psum": (row(16 << 10, 60.0), row(32 << 10, 20.0))}
+    tuned.write(file, tuned.entry_name("cpu", 8), {"int8h": tuned.Tuned(0, ((1, 1, "ring"),), (), times)})
+    arguments = ["--codecs", "int8h", "--kibibytes", "16,32", "--width", "512", "--rounds", "1", "--calls", "1"]
+    assert cli.run(small.main, ["--out", str(tmp_path / "out"), *arguments]) == 0
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert found["16"]["int8h"]["exact_program"] and found["16"]["int8h"]["us"] == found["16"]["none"]["us"]
+    assert not found["32"]["int8h"]["exact_program"]
+    assert found["32"]["int8h"]["messages"] == dict.fromkeys(("psum forward", "psum backward"), "int8h one_shot")
+    assert found["32"]["none"]["messages"] == dict.fromkeys(("psum forward", "psum backward"), "none")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "tuned values: tuned.json for cpu" in text and "1.000x (e)" in text
 
 
 def test_what_a_variant_saves_of_the_time_of_messages(program):

@@ -124,6 +124,19 @@ def test_figures_are_those_of_the_results(tables, capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_ratios_against_published_sums_are_of_times(tables):
+    """Another way than the table's: the time that a sum of the published bandwidth takes, over the codec's own."""
+    rows = {(row[0], row[1], row[3]): row[5:] for row in list(tables.against_published(tables.Figures(REPOSITORY)))[1:]}
+    for (gpus, size, codec), cells in rows.items():
+        ranks, elements = int(gpus), int(size[:-1]) << 20
+        summary = REPOSITORY / "experiments" / "results" / f"allreduce_{gpus}gpus" / "summary.json"
+        us = json.loads(summary.read_text())[str(elements >> 10)][codec.strip("`")]["us"]
+        for cell, gb_s in zip(cells, (tables.RING_GB_S, tables.NVLS_GB_S)):
+            exact_us = 2 * (ranks - 1) / ranks * 2 * elements / gb_s / 1e3
+            assert abs(float(cell[:-1]) - exact_us / us) <= 0.0051
+    assert len(rows) == 12
+
+
 def test_every_table_stands_in_one_page(tables):
     used = [name for page in PAGES for name in re.findall(r"<!-- table: (\S+) -->", page.read_text())]
     assert sorted(used) == sorted(tables.TABLES)
