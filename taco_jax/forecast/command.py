@@ -17,6 +17,7 @@ from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
+from taco_jax.errors import check_writable
 from taco_jax.forecast import advice, hardware, links, measure, messages, plot, predict, record, report, scale
 from taco_jax.forecast.advice import Advice, Choice
 from taco_jax.forecast.cost import Machine
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     config = cli.parse(rest, prog=PROGRAM)
     measured = None
     if options.measure:
-        measure.check_path(path)
+        check_writable("--measured", path)
         measured = measure.run(config.devices)
         measure.write(path, measured)
         print(_measured_text(measured, path))

@@ -85,15 +85,6 @@ def _number(value: Any) -> float:
     return value if usable else -1.0
 
 
-def check_path(path: Path) -> None:
-    """Raises ConfigError where a measurement cannot be written, before it is made."""
-    if path.is_dir():
-        raise ConfigError(f"--measured {path}: is a folder; name a file")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ConfigError(f"--measured {path}: cannot be written into {above}; name another file")
-
-
 def write(path: Path, found: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
