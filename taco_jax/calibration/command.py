@@ -428,8 +428,8 @@ def _check_bits(budget: float, codecs: Sequence[str], elements: int) -> None:
     codec = min(by_codec, key=by_codec.get)
     if by_codec[codec] > budget:
         raise ConfigError(
-            f"--bits {budget:g}: no choice of codecs has so few; the least is {by_codec[codec]:.4g} bits, everything in "
-            f"{codec}"
+            f"--bits {budget:g}: no choice of codecs has so few; the least is {by_codec[codec]:.4g} bits, "
+            f"everything in {codec}"
         )
 
 

@@ -137,6 +137,8 @@ def _device():
 
 SEVEN = ("--config", str(REPOSITORY / "experiments/qwen7b.py"))
 OUT = ("--out", "plan.json")
+# Never trained: what is refused is refused before.
+TINY = ("--config", "tiny.py", "--data", "text.txt", "--steps", "16777216")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,11 @@ OUT = ("--out", "plan.json")
         ((*SEVEN, *OUT, "--bits", "4", "--codecs", "none"), "--codecs none: exact messages are always among"),
         ((*SEVEN, *OUT, "--bits", "4", "--codecs", "int8_token"), "--codecs int8_token: has blocks of tokens"),
         ((*SEVEN, *OUT, "--bits", "4", "--tokens", "0"), "--tokens 0: must be at least 1"),
+        ((*SEVEN, *OUT, "--bits", "4", "--by", "layer"), "--by layer: the trainer's layers are one scanned program"),
+        ((*SEVEN, "--bits", "4", "--out", "text.txt/plan.json"), "--out text.txt/plan.json: cannot be written"),
+        ((*TINY, *OUT, "--bits", "6", "--data", "none.txt"), "none.txt: no such data file; did you mean 'text.txt'?"),
+        ((*TINY, *OUT, "--bits", "6", "--data", "tiny.py"), "--data tiny.py: needs the tokenizer of a model"),
+        ((*TINY, *OUT, "--bits", "6", "--tokens", "99999"), "give more text, or a smaller --tokens or --length"),
         ((*SEVEN, *OUT, "--bits", "4", "--mesh.tp", "1"), "mesh.tp=1: one device sends nothing; set --mesh.tp"),
         ((*SEVEN, *OUT, "--bits", "4", "--arrange"), "--arrange: is of inference, which folds orders into weights"),
         ((*OUT, "--bits", "4", "--mesh.tp", "2"), "--config, --model: say what to measure"),
@@ -163,6 +170,15 @@ def test_refused_in_one_line(here, capsys, arguments, message):
     assert cli.run(command.main, arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_budget_below_all_codecs_is_refused_before_anything_runs(here, trained, capsys):
+    own = ["--config", "tiny.py", "--model", str(trained), "--out", "plan.json", *FEW]
+    assert cli.run(command.main, [*own, "--bits", "4"]) == 2
+    out, error = capsys.readouterr()
+    # Messages of 16 x 32 x 32 values: 4 bits and a bfloat16 for each block of 128.
+    assert "--bits 4: no choice of codecs has so few; the least is 4.125 bits, everything in int4h" in error
+    assert "batch 1" not in out
 
 
 def test_a_plans_file_among_the_trainers_flags(here):
