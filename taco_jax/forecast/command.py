@@ -55,7 +55,11 @@ def _parser() -> cli.Parser:
     add("--rails", type=int, default=1, help="network cards of a host; a GPU sends by one")
     add("--ttft", type=int, default=None, help="tokens of a prompt: the time to the first token, not of a step")
     add("--batch", type=int, default=None, help="prompts at once, with --ttft; default: 1")
-    add("--model", default=None, help="Hugging Face folder (its config.json) or .gguf file, in the place of a config's")
+    add(
+        "--model",
+        default=None,
+        help="Hugging Face folder (its config.json), .gguf file or run, in the place of a config's",
+    )
     add("--codecs", default=None, help="codecs to compare, FORWARD or FORWARD:BACKWARD, separated by semicolons")
     add("--loss", default=None, help="most that the recorded loss may change, such as 0.5%%")
     add("--json", type=Path, default=None, help="file of the same figures")
@@ -241,19 +245,21 @@ def _link(options, gpu, measured, config) -> links.Link:
 
 
 def _model(path: str):
-    """The shape of a Hugging Face folder, of which only config.json is read, or of a .gguf file."""
+    """The shape of a Hugging Face folder, of which only config.json is read, of a .gguf file, or of a run."""
     from taco_jax.inference.loading import open_checkpoint
-    from taco_jax.inference.model_folder import no_model, read_object
+    from taco_jax.inference.model_folder import is_run, no_model, read_object
+    from taco_jax.inference.run_folder import find
     from taco_jax.models.huggingface import config_from_hf
 
     folder = Path(path).expanduser()
     file = folder / "config.json"
+    if folder.suffix == ".gguf" or find(folder) is not None or is_run(folder):
+        return open_checkpoint(path).config
     if not file.is_file():
-        if folder.suffix == ".gguf":
-            return open_checkpoint(path).config
         raise ConfigError(f"--model {path}: {no_model(folder) or 'has no config.json'}")
+    described = read_object(file)
     try:
-        return config_from_hf(read_object(file))
+        return config_from_hf(described)
     except KeyError as error:
         raise ConfigError(f"{file}: has no key {error}") from None
     except ValueError as error:
@@ -309,7 +315,7 @@ def _title(options: argparse.Namespace, config: TrainConfig) -> str:
 
 
 def _notes(options: argparse.Namespace, config: TrainConfig, machine: Machine, result: tuple) -> list[str]:
-    """What the table needs to be read: the model, whether it fits, and what is sent beside the sums over tp."""
+    """Returns what the table needs to be read: the model, whether it fits, and what is sent beside the sums over tp."""
     model = config.model
     billions = Shard(model, 1).parameters(model.n_layers) / 1e9
     notes = [

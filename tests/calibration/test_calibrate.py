@@ -176,8 +176,8 @@ def test_a_budget_below_all_codecs_is_refused_before_anything_runs(here, trained
     own = ["--config", "tiny.py", "--model", str(trained), "--out", "plan.json", *FEW]
     assert cli.run(command.main, [*own, "--bits", "4"]) == 2
     out, error = capsys.readouterr()
-    # Messages of 16 x 32 x 32 values: 4 bits and a bfloat16 for each block of 128.
-    assert "--bits 4: no choice of codecs has so few; the least is 4.125 bits, everything in int4h" in error
+    # Messages of 16 x 32 x 32 values: 4 bits each, and the scales of 128 blocks take 1,024 bytes.
+    assert "--bits 4: no choice of codecs has so few; the least is 4.5 bits, everything in int4h" in error
     assert "batch 1" not in out
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import REPOSITORY
 
-from taco_jax.config import cli
+from taco_jax.config import TrainConfig, cli, to_dict
 from taco_jax.forecast import command, hardware, links, measure
 from taco_jax.forecast.constants import load
 
@@ -95,6 +95,13 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     assert "8 x H100" in capsys.readouterr().out
     assert cli.run(command.main, [*given[2:], "--model", str(tmp_path / "no")]) == 2
     assert "must be a Hugging Face folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert cli.run(command.main, given) == 2
+    assert capsys.readouterr().err.count("config.json") == 1
+    # A run is read as inference reads it, and says what it lacks.
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
+    assert cli.run(command.main, given) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
