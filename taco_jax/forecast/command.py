@@ -398,7 +398,9 @@ def _scale(options, config: TrainConfig, gpu: hardware.Gpu, link: links.Link, be
     )
     print(report.scale_text(title, points))
     if options.json:
-        _write(options.json, {"points": [dataclasses.asdict(p) for p in points]})
+        ways = dict.fromkeys(p.way for p in points if p.way != "none")
+        pays = {way: {"words": report.where(points, way), "from_to": scale.stops(points, way)} for way in ways}
+        _write(options.json, {"what": title, "points": [dataclasses.asdict(p) for p in points], "pays": pays})
     if options.plot:
         plot.draw_scale(options.plot, {f"{gpu.name}, {between.name}": points})
     return 0

@@ -14,6 +14,7 @@ from taco_jax.compression import plan_file
 from taco_jax.config import ConfigError, cli, to_dict
 from taco_jax.config.checks import check
 from taco_jax.inference.settings import Settings
+from taco_jax.models.decoder import site_names
 from taco_jax.train import loop
 from taco_jax.train.step import resolve_plan
 
@@ -129,6 +130,23 @@ def test_a_plan_for_inference_by_layer(here, trained, capsys):
     plan_file.write(gone, "plan.json")
     with pytest.raises(ConfigError, match="its model's sites have changed .gone: layers/9/attn/out"):
         layout(BYTES)
+
+
+def test_a_trainers_plan_serves_inference(here):
+    """With the codecs of its forward sums in layers; its own sites must be this model's all the same."""
+    names = site_names(BYTES, 2)
+    sites = {name: plan_file.SitePlan("int6h", "int4h") for name in names}
+    model = {"shape": plan_file.shape_of(BYTES), "sites": list(names)}
+    plan = plan_file.PlanFile(sites, model, {"use": "training"})
+    plan_file.write(plan, "plan.json")
+    layout = lambda: Settings(2, "plan.json").layout(BYTES, _device(), decoding=False)
+    sent = {site: c.forward for site, c in layout().par.plan if c is not None and not c.is_exact}
+    assert sent and set(sent.values()) == {"int6h"} and {site.split("/", 1)[-1] for site in sent} <= {
+        "attn/out", "mlp/down", "0/attn/out", "0/mlp/down", "1/attn/out", "1/mlp/down",
+    }  # fmt: skip
+    plan_file.write(dataclasses.replace(plan, model={**model, "sites": [*names, "other"]}), "plan.json")
+    with pytest.raises(ConfigError, match="its model's sites have changed .gone: other.;"):
+        layout()
 
 
 def _device():

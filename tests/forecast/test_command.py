@@ -79,8 +79,10 @@ def test_over_hosts_and_at_scale(tmp_path, capsys):
         str(file),
     )
     assert cli.run(command.main, given) == 0
-    assert "int4h: pays" in capsys.readouterr().out
-    assert {p["gpus"] for p in json.loads(file.read_text())["points"]} == {8, 16}
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert found["pays"]["int4h"]["words"].startswith("pays") and found["pays"]["int4h"]["from_to"][1] == 16
+    assert all(f"{way}: {pays['words']}" in text for way, pays in found["pays"].items()) and found["what"] in text
+    assert {p["gpus"] for p in found["points"]} == {8, 16}
 
 
 def test_a_hugging_face_folder(tmp_path, capsys):
