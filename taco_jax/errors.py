@@ -6,7 +6,9 @@ Imports nothing of the package, so that everything in it may import this.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_ERROR = 2000
 """Characters. Files and arguments may hold values of any length."""
@@ -33,6 +35,24 @@ def must_be_one_of(value: object, known: Iterable[object]) -> str:
     names = ", ".join(map(str, known := list(known)))
     close = did_you_mean(value, filter(None, known), otherwise="")
     return f"{close} (one of {names})" if close else f"must be one of {names}"
+
+
+def check_writable(key: str, path: str | os.PathLike) -> None:
+    """Makes the folder of a file that is to be written later, and tries to write there.
+
+    Raises:
+      ConfigError: that cannot be; said before the work whose result the file is to take.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{key} {path}: is a folder; name a file")
+    tried = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tried.touch()
+        tried.unlink()
+    except OSError as error:
+        raise ConfigError(f"{key} {path}: cannot be written ({error.strerror}); name another file") from None
 
 
 def listed(values: Iterable[object]) -> str:

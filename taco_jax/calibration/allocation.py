@@ -98,7 +98,7 @@ def _solved(messages: Sequence[Item], limit: float, cell: float) -> list[Option]
                 with_option[k, w:] = total[: cells + 1 - w] + option.cost
         pick = with_option.argmin(0)
         total = with_option[pick, np.arange(cells + 1)]
-        picks.append(pick)
+        picks.append(pick.astype(np.int16))  # of programs with thousands of collectives there are many
         widths.append(width)
     if not np.isfinite(total[cells]):
         return None

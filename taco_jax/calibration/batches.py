@@ -81,7 +81,8 @@ def _of_stream(name: str, stream: Any, length: int, count: int) -> list[np.ndarr
 
 def _of_text(name: str, tokenizer: Any, length: int, count: int) -> list[np.ndarray]:
     if tokenizer is None:
-        raise ConfigError(f"--data {name}: a folder or .jsonl of text needs a tokenizer; give a .txt file")
+        rule = "needs the tokenizer of a model (--model), as all text but a .txt file does; give one, or token files"
+        raise ConfigError(f"--data {name}: {rule}")
     text = "\n\n".join(_documents(name))
     taken = CHARACTERS * (length + 1)
     windows = []

@@ -19,6 +19,7 @@ from taco_jax.compression import plan_file
 from taco_jax.compression.plan_file import PlanFile
 from taco_jax.config import ConfigError, LoraConfig, MeshConfig, TrainConfig, cli
 from taco_jax.config.derived import microbatch, sequence_parallel
+from taco_jax.errors import check_writable
 
 PROGRAM = "python -m taco_jax.calibrate"
 USES = ("training", "first_token")
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     has_config = any(arg.partition("=")[0] == "--config" for arg in rest)
     config = cli.parse(rest, prog=PROGRAM)
     use = options.use or ("first_token" if options.model and not has_config else "training")
+    if use == "training" and options.by == "layer":
+        raise ConfigError("--by layer: the trainer's layers are one scanned program, which sends alike; use --by kind")
     if use == "training" and options.arrange:
         raise ConfigError("--arrange: is of inference, which folds orders into weights as it reads them; leave it out")
     if options.model is None and not has_config:
@@ -84,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.mesh.tp == 1:
         raise ConfigError("mesh.tp=1: one device sends nothing; set --mesh.tp (and --devices cpu:N)")
     forecast = _machine(options, config, use) if budget.kind == "time" else None
+    check_writable("--out", options.out)
     cli.select_devices(config.devices)
     cli.devices(config.devices)
     made = {"command": f"{PROGRAM} {shlex.join(arguments)}", "use": use, "budget": budget.text}
@@ -165,7 +169,7 @@ def candidates(options: argparse.Namespace) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A `measure.Model`, and how it is measured. sites: those to measure, of the model's. length: of
-    sequences. elements: of a message where the plan will be used."""
+    sequences. elements: of a message where the plan will be used. read: the batches."""
 
     model: Any
     use: str
@@ -176,6 +180,7 @@ class Subject:
     data: str
     length: int
     elements: int
+    read: Sequence[Any] = ()
 
 
 def open_subject(options: argparse.Namespace, config: TrainConfig, use: str, *, has_config: bool) -> Subject:
@@ -207,9 +212,14 @@ def open_subject(options: argparse.Namespace, config: TrainConfig, use: str, *, 
     length = options.length or (config.data.sequence_length if has_config else min(512, config.model.max_length))
     if length > config.model.max_length:
         raise ConfigError(f"--length {length}: the model's longest sequence has {config.model.max_length} tokens")
-    training = use == "training"
+    training, chains = use == "training", config.chains
     elements = (microbatch(config) if training else 1) * length * config.model.d_model
     config = _alone(config, length)
+    # Data that cannot be read must not be found out after a training.
+    tokenizer = None if checkpoint is None else checkpoint.tokenizer
+    from taco_jax.calibration.batches import batches
+
+    read = batches(data, vocab_size=config.model.vocab_size, tokenizer=tokenizer, length=length, tokens=options.tokens)
     if training:
         parallel, params = _trainers(config, mesh, checkpoint, options.steps)
     else:
@@ -220,22 +230,20 @@ def open_subject(options: argparse.Namespace, config: TrainConfig, use: str, *, 
     from taco_jax.inference.settings import ROWS
     from taco_jax.models import decoder
 
-    can = not (parallel.sequence_parallel or config.model.post_norms or config.mesh.pp > 1)
+    can = not (parallel.sequence_parallel or config.model.post_norms or training and chains > 1)
     wanted = options.feedback == "on" if options.feedback else not training or config.compression.error_feedback
     if options.feedback == "on" and not can:
         raise ConfigError(
             "--feedback on: needs whole sequences and sums that are not normalised; leave it out "
-            f"(sequence_parallel={parallel.sequence_parallel}, model.post_norms={config.model.post_norms})"
+            f"(sequence_parallel={parallel.sequence_parallel}, model.post_norms={config.model.post_norms}, "
+            f"chains={chains})"
         )
     sites = decoder.site_names(config.model, config.mesh.tp) if training else tuple(f"layers/{row}" for row in ROWS)
     by = options.by or ("kind" if training else "layer")
-    if training and by == "layer":
-        raise ConfigError("--by layer: the trainer's layers are one scanned program, which sends alike; use --by kind")
-    tokenizer = None if checkpoint is None else checkpoint.tokenizer
     model = Model(config.model, params, mesh, parallel)
     return Subject(
         model, use, sites, tokenizer, feedback=wanted and can, by_layer=by == "layer", data=data, length=length,
-        elements=elements,
+        elements=elements, read=read,
     )  # fmt: skip
 
 
@@ -315,18 +323,15 @@ def calibrate(subject: Subject, options: argparse.Namespace, budget: Budget, mad
     Raises:
       ConfigError: data or a budget that cannot be met; it names the nearest that can.
     """
-    from taco_jax.calibration.batches import batches
     from taco_jax.calibration.measure import REFERENCE, measure
 
-    model, training = subject.model, subject.use == "training"
-    read = batches(
-        subject.data, vocab_size=model.config.vocab_size, tokenizer=subject.tokenizer, length=subject.length,
-        tokens=options.tokens,
-    )  # fmt: skip
+    model, training, read = subject.model, subject.use == "training", subject.read
+    codecs = candidates(options)
+    if budget.kind == "bits":
+        _check_bits(budget.value, codecs, subject.elements)
     arrangement = None
     if options.arrange:
         arrangement, model = _arranged(model, read, subject.feedback)
-    codecs = candidates(options)
     measured_codecs = codecs if not training or REFERENCE in codecs else (*codecs, REFERENCE)
     try:
         measured, loss = measure(
@@ -397,13 +402,7 @@ def plan_of(measured: Mapping, loss: float, subject: Subject, budget: Budget, co
     )
     values = subject.elements * sum(max(1, s.layers) for s in found.values())
     if budget.kind == "bits":
-        least = allocation.cheapest(messages) / values
-        if least > budget.value:
-            cost = sum(min(m.options, key=lambda o: o.size).cost for m in messages)
-            raise ConfigError(
-                f"--bits {budget.value:g}: no choice of codecs has so few; the least is {least:.4g} bits, predicted to "
-                f"cost {cost:.3g} nats"
-            )
+        _check_bits(budget.value, codecs, subject.elements)
         chosen = allocation.within_size(messages, budget.value * values)
     elif budget.kind == "loss":
         bound = loss * budget.value if training else float(np.log1p(budget.value))
@@ -419,6 +418,19 @@ def plan_of(measured: Mapping, loss: float, subject: Subject, budget: Budget, co
         dict(made) | result,
     )
     return plan, report.lines(plan, subject.use)
+
+
+def _check_bits(budget: float, codecs: Sequence[str], elements: int) -> None:
+    """Raises ConfigError where even the smallest codec has more bits, before anything is measured."""
+    from taco_jax.calibration.plans import bits_of
+
+    by_codec = {codec: bits_of(codec, elements) for codec in (*codecs, "none")}
+    codec = min(by_codec, key=by_codec.get)
+    if by_codec[codec] > budget:
+        raise ConfigError(
+            f"--bits {budget:g}: no choice of codecs has so few; the least is {by_codec[codec]:.4g} bits, "
+            f"everything in {codec}"
+        )
 
 
 def _in_time(messages, budget: Budget, size) -> list:

@@ -162,7 +162,7 @@ def measure(
       exponent: of site scales, 0 in inference; None: by the largest value, as the trainer calibrates them.
 
     Raises:
-      ValueError: a loss that is not finite.
+      ValueError: a loss, or sums over a site's values, that are not finite.
     """
     probe = Probe((), as_codec(REFERENCE), exponent=exponent)
     make = lambda codecs, gradients: Program(
@@ -197,6 +197,9 @@ def measure(
         layers = stacked.shape[1] if stacked.ndim == 3 else 0
         head, of_codec, channels = program.probe.read(stacked if layers else stacked[:, None])
         error = np.array(errors[site, direction]) if gradients else None
+        sums = (*head.values(), *of_codec.values(), *(() if error is None else (error,)))
+        if not all(np.isfinite(values).all() for values in sums):
+            raise ValueError(f"site {site!r} {direction}: its values are too large to be measured, or not finite")
         found[site, direction] = Statistics(
             tuple(codecs), head, of_codec, channels, elements=elements * model.config.d_model, layers=layers,
             tokens=elements, gradient_error=error,

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from taco_jax.compression.compression import Compression, Plan
 from taco_jax.errors import ConfigError, did_you_mean
 
 FORMAT, VERSION = "taco_jax plan", 1
+MOST = sys.float_info.max
 AGAIN = "write it anew with python -m taco_jax.calibrate"
 # Fields of a ModelConfig that change no message and no value that a site sends.
 _NO_SHAPE = ("init_std", "max_length")
@@ -289,7 +290,8 @@ def _require(fits: bool, source: str, key: str, value: object, rule: str) -> Non
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A whole number that no float holds is as little use as an infinite one.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MOST <= value <= MOST
 
 
 def _texts(value: object) -> bool:

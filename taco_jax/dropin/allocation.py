@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from taco_jax.calibration import allocation as knapsack
 from taco_jax.errors import ConfigError
 
 DEFAULT_BITS = 4.5
@@ -87,41 +88,18 @@ def _fewest_bits(options: Iterable[Option], snr: float) -> Option:
 
 
 def _least_error(rows: Sequence[tuple[float, Sequence[Option]]], bits: float) -> list[Option]:
-    """Least sum of weight x error. Steps along each row's convex hull, the most error for a bit first."""
-    hulls = [_hull(options) for _, options in rows]
-    at = [0] * len(rows)
+    """Least sum of weight x error, by the knapsack that plans of models are chosen by."""
     total = sum(weight for weight, _ in rows)
-    left = bits * total - sum(weight * hull[0].bits for (weight, _), hull in zip(rows, hulls))
     # A share of rounding.
-    if left < -1e-9 * total * bits:
-        least = sum(weight * hull[0].bits for (weight, _), hull in zip(rows, hulls)) / total
-        least = math.ceil(100 * least) / 100
+    budget = bits * total * (1 + 1e-9)
+    least = sum(weight * min(option.bits for option in options) for weight, options in rows)
+    if least > budget:
+        least = math.ceil(100 * least / total) / 100
         raise ConfigError(f"bits={bits:g}: these collectives need {least:g} at least; give more")
-    steps = [
-        ((hull[n].error - hull[n + 1].error) / (hull[n + 1].bits - hull[n].bits), row, n)
-        for row, hull in enumerate(hulls)
-        for n in range(len(hull) - 1)
-    ]
-    for _, row, n in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
-        weight, hull = rows[row][0], hulls[row]
-        # From where the row is: an earlier step may have been too large, and this one goes over both.
-        cost = weight * (hull[n + 1].bits - hull[at[row]].bits)
-        if n + 1 > at[row] and cost <= left + 1e-9 * total:
-            at[row], left = n + 1, left - cost
-    return [hull[n] for hull, n in zip(hulls, at)]
-
-
-def _hull(options: Iterable[Option]) -> list[Option]:
-    """The options of which no mixture of others has fewer bits and less error, by bits."""
-    hull: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.bits, o.error)):
-        if hull and option.error >= hull[-1].error:
-            continue
-        while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _slope(a: Option, b: Option) -> float:
-    return (b.error - a.error) / (b.bits - a.bits)
+    items = []
+    for weight, options in rows:
+        by_bits = sorted(options, key=lambda option: option.bits)  # of equal errors the fewest bits
+        ways = (knapsack.Option(o.codec, False, cost=weight * o.error, size=weight * o.bits) for o in by_bits)
+        items.append(knapsack.Item("", "", tuple(ways)))
+    chosen = knapsack.within_size(items, budget)
+    return [next(o for o in options if o.codec == way.codec) for (_, options), way in zip(rows, chosen)]

@@ -33,7 +33,7 @@ from taco_jax.dropin.hlo_proto import SIZES
 from taco_jax.dropin.observe import NOT_MEASURED, Measuring
 from taco_jax.dropin.plan import parse_measured_axes, parse_plan
 from taco_jax.dropin.report import DropInError, Program, Report, Site
-from taco_jax.errors import ConfigError
+from taco_jax.errors import ConfigError, check_writable
 
 CODECS = ("mxfp4", "int4h", "int5h", "int6h", "int8h")
 STEPS = 4
@@ -348,7 +348,11 @@ def calibrated(
       DropInError: at the end of the block, where nothing was measured. In one line.
       MissingHookError: this jax cannot hand programs over. In one line.
     """
-    calibration = Calibration(*checked(bits=bits, snr=snr, steps=steps, axes=axes, codecs=codecs, min_bytes=min_bytes))
+    if not plan_file.is_plan_path(os.fspath(path)):
+        raise ConfigError(f"path={os.fspath(path)!r}: must end with .json, as of a plan's file, such as plan.json")
+    arguments = checked(bits=bits, snr=snr, steps=steps, axes=axes, codecs=codecs, min_bytes=min_bytes)
+    check_writable("path", path)
+    calibration = Calibration(*arguments)
     try:
         yield calibration
     finally:

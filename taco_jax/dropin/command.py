@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taco_jax.config import ConfigError, cli
+from taco_jax.errors import check_writable
 
 if TYPE_CHECKING:
     from taco_jax.dropin import Calibration, Installed
@@ -208,6 +209,7 @@ def _check_file(key: str, path: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir():
         raise ConfigError(f"{key}={path}: must be a file in a folder that exists")
+    check_writable(key, path)
 
 
 def _checked_plan(config: RunConfig) -> Mapping | Path:

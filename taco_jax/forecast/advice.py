@@ -19,6 +19,8 @@ Predict = Callable[[Machine, str], Forecast]
 LEAST_GAIN = 1.02
 """Times as fast from which a codec is recommended: smaller gains are within the forecast's own median error."""
 ALIKE = 1.01
+SMALL_MODEL = 1e9
+"""Parameters up to which the errors are those of the small models that were measured, of at most 350M."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +148,12 @@ def _size(n: int) -> str:
     return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB"
 
 
-def sure(machine: Machine, use: str, tp: int) -> tuple[str, ...]:
-    """How sure a forecast is: its error against what was measured, and what of its input was not."""
+def sure(machine: Machine, use: str, tp: int, parameters: float = 7e9) -> tuple[str, ...]:
+    """How sure a forecast of a model of so many parameters is: its error against what was measured, and what of its
+    input was not."""
     errors = load(ERRORS)
-    group = errors["groups"]["first token" if use == "first_token" else "steps of 7B"]
+    of_steps = "small steps" if parameters <= SMALL_MODEL else "steps of 7B"
+    group = errors["groups"]["first token" if use == "first_token" else of_steps]
     lines = [
         f"error of this forecast against {group['rows']} measured {group['what']}: median "
         f"{100 * group['median']:.1f} %, worst {100 * group['worst']:.1f} % (docs/forecast.md)"
@@ -167,6 +171,8 @@ def sure(machine: Machine, use: str, tp: int) -> tuple[str, ...]:
         lines.append("assumed: Triton kernels are as fast for their memory as Mosaic's; they are not measured")
     if machine.link.kind in ("nvlink", "host") and tp not in (1, 2, 4):
         lines.append(f"assumed: {tp} ranks share the link as 4 do, the most that were measured")
+    if machine.link.kind == "measured" and tp > 1 and tp not in machine.link.hop:
+        lines.append(f"assumed: {tp} ranks share the link as the {min(machine.link.hop)} that were measured")
     if machine.hosts > 1:
         lines.append("assumed: messages over several hosts; nothing has been measured there")
     return tuple(lines)

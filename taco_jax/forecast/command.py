@@ -17,15 +17,19 @@ from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
+from taco_jax.errors import check_writable
 from taco_jax.forecast import advice, hardware, links, measure, messages, plot, predict, record, report, scale
 from taco_jax.forecast.advice import Advice, Choice
 from taco_jax.forecast.cost import Machine
 from taco_jax.forecast.predict import Forecast
+from taco_jax.forecast.work import Shard
 
 PROGRAM = "python -m taco_jax.advise"
 CODECS = {"training": "taco,int8h,int6h,int4h", "first_token": "taco,int8h,int6h,int5h,int4h,mxfp4"}
 LIMITS = {"training": None, "first_token": 0.01}
 """Of the recorded change. Training: None, the bound of experiments/accuracy.py; perplexity: 1 %, a choice."""
+PLAN = "the plan"
+"""The row of a configuration's own `compression.plan`, which no codec for all sites takes the place of."""
 DESCRIPTION = """Say what compression will gain, before anything runs: without GPUs, within seconds.
 
   python -m taco_jax.advise --config experiments/qwen7b.py --mesh.tp 4 --gpu H200 --link host
@@ -50,14 +54,18 @@ def _parser() -> cli.Parser:
     add("--between", default=None, help="what one network card of a host carries: 100Gb/s, or 100Gb/s,10us")
     add("--rails", type=int, default=1, help="network cards of a host; a GPU sends by one")
     add("--ttft", type=int, default=None, help="tokens of a prompt: the time to the first token, not of a step")
-    add("--batch", type=int, default=1, help="prompts at once, with --ttft")
-    add("--model", default=None, help="Hugging Face folder (its config.json) or .gguf file, in the place of a config's")
+    add("--batch", type=int, default=None, help="prompts at once, with --ttft; default: 1")
+    add(
+        "--model",
+        default=None,
+        help="Hugging Face folder (its config.json), .gguf file or run, in the place of a config's",
+    )
     add("--codecs", default=None, help="codecs to compare, FORWARD or FORWARD:BACKWARD, separated by semicolons")
     add("--loss", default=None, help="most that the recorded loss may change, such as 0.5%%")
     add("--json", type=Path, default=None, help="file of the same figures")
     add("--plot", type=Path, default=None, help="picture: the speed-up over the link's speed and tokens")
     add("--scale", default=None, help="numbers of GPUs, such as 8..8192, laid out anew for each")
-    add("--per-host", type=int, default=scale.PER_HOST, help="GPUs of a host, with --scale")
+    add("--per-host", type=int, default=None, help=f"GPUs of a host, with --scale; default: {scale.PER_HOST}")
     add("--measure", action="store_true", help="measure this machine's devices first, in less than a minute")
     add("--measured", type=Path, default=None, help="file of what was measured, in the place of the usual one")
     return parser
@@ -70,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     config = cli.parse(rest, prog=PROGRAM)
     measured = None
     if options.measure:
+        check_writable("--measured", path)
         measured = measure.run(config.devices)
         measure.write(path, measured)
         print(_measured_text(measured, path))
@@ -87,22 +96,23 @@ def main(arguments: Sequence[str]) -> int:
         )
     gpu = _gpu(options, measured)
     link = _link(options, gpu, measured, config)
-    between = None if options.between is None else links.parse(options.between, gpu, key="--between")
-    if options.scale:
+    between = None if options.between is None else links.between(options.between)
+    if options.scale is not None:
         return _scale(options, config, gpu, link, between)
     devices = config.mesh.size if options.ttft is None else config.mesh.tp
     kernels = "jnp" if config.compression.backend == "jnp" else ""
     same = measured is not None and gpu.name in (measured["gpu"], getattr(hardware.find(measured["gpu"]), "name", ""))
     more = {"rails": options.rails, "kernels": kernels, "measured": measured if same else None}
     machine = Machine(gpu, link, devices, hosts=options.hosts, between=between, **more)
-    forecast = _first_token(options, config) if options.ttft else lambda at, codecs: predict.step(config, at, codecs)
+    forecast = _first_token(options, config) if options.ttft else _steps(config)
     use = "training" if options.ttft is None else "first_token"
-    if use == "training" and config.mesh.tp == 1:
-        forecast = _gradients_alone(config)
     result = run(forecast, machine, config, use, options)
-    print(report.text(_title(options, config), machine, *result))
+    if options.plot and (devices == 1 or not result[2]):
+        raise ConfigError(f"--plot {options.plot}: nothing is sent in a codec here; set --mesh.tp, or leave it out")
+    title, notes = _title(options, config), _notes(options, config, machine, result)
+    print(report.text(title, machine, *result, notes=notes))
     if options.json:
-        _write(options.json, report.as_json(machine, *result))
+        _write(options.json, report.as_json(title, machine, *result, notes=notes))
     if options.plot:
         _draw(options, config, machine, [c.codecs for c in result[2]], forecast)
     return 0
@@ -118,11 +128,14 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     fed = use == "first_token" and _fed(machine, recommended.recommended(recommended.FEEDBACK)[0], config)
     auto = recommended.FEEDBACK if fed else use
     listed = _codecs(options.codecs or CODECS[use], config, use, auto, given=options.codecs is not None)
-    for codecs in [_own(config)] if alone else listed:
+    if alone:
+        listed = [_own(config)] if _sent_besides(config) else []
+    elif use == "training" and config.compression.plan:
+        listed = [PLAN, *listed]
+    for codecs in listed:
         found = forecast(machine, codecs)
         fed = use == "first_token" and _fed(machine, codecs, config)
-        # The record is of sums over tp.
-        loss = None if alone else record.of(codecs, use, feedback=fed)
+        loss = _own_loss(config) if alone else None if codecs == PLAN else record.of(codecs, use, feedback=fed)
         choices.append(Choice(codecs, found, exact.seconds / found.seconds, loss))
     limit = _limit(options.loss, use)
     best = advice.choose(choices, limit)
@@ -130,7 +143,7 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     least, most = None, 0.0
     if of is not None and machine.devices > 1:
         most = advice.most_gb_s(forecast, machine, of.codecs)
-    if of is not None and config.mesh.tp > 1:
+    if of is not None and config.mesh.tp > 1 and of.codecs != PLAN:
         codec, ranks = codec_pair(of.codecs)[0], config.mesh.tp
         sums = {"axis": "tp", "ranks": ranks, "elements": 1, "size": 2, "calls": 1, "per_token": config.model.d_model}
         sample = messages.SiteMessage("", "forward", "psum", codec=messages.as_codec(codec), **sums)
@@ -138,20 +151,42 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
     if not alone and config.mesh.tp > 1:
         text += advice.against_auto(best, auto)
-    return exact, ceiling, choices, Advice(best, least, most, text, advice.sure(machine, use, config.mesh.tp))
+    sure = advice.sure(machine, use, config.mesh.tp, Shard(config.model, 1).parameters(config.model.n_layers))
+    return exact, ceiling, choices, Advice(best, least, most, text, sure)
+
+
+def _sent_besides(config: TrainConfig) -> dict[str, str]:
+    """Returns {use of the record: codecs} of what a run sends compressed but for the sums over tp."""
+    sent, c = {}, config.data_parallel
+    if config.mesh.pp > 1:
+        sent["stages"] = f"{config.pipeline.forward}:{config.pipeline.backward}"
+    if config.mesh.dp > 1:
+        sent["gradients"] = c.gradients
+        if c.zero1:
+            sent["weights"] = c.parameters
+    return {use: codecs for use, codecs in sent.items() if set(codecs.split(":")) - {"none", "bfloat16"}}
 
 
 def _own(config: TrainConfig) -> str:
     """The name of what a run sends without tensor parallelism: gradients, weights and what stages send."""
-    return f"gradients {config.data_parallel.gradients}"
+    return ", ".join(f"{use} {codecs}" for use, codecs in _sent_besides(config).items())
 
 
-def _gradients_alone(config: TrainConfig) -> Callable[[Machine, str], Forecast]:
-    """The forecasts of a run without tensor parallelism, where codecs of its sums change nothing."""
+def _own_loss(config: TrainConfig) -> record.Loss | None:
+    """Returns the largest recorded change of those; None where one has no record."""
+    losses = [record.of(codecs, use) for use, codecs in _sent_besides(config).items()]
+    return None if None in losses else max(losses, key=lambda loss: loss.change, default=None)
+
+
+def _steps(config: TrainConfig) -> Callable[[Machine, str], Forecast]:
+    """The forecasts of a step: in the run's own plan (PLAN), or in codecs at all sites; without tensor parallelism,
+    where these change nothing, of what else the run sends (`_own`)."""
+    own = _own(config) if config.mesh.tp == 1 else PLAN
+    bare = dataclasses.replace(config, compression=dataclasses.replace(config.compression, plan={}))
 
     def forecast(at: Machine, codecs: str) -> Forecast:
-        own = codecs == _own(config)
-        return dataclasses.replace(predict.step(config, at, None if own else codecs), codecs=codecs)
+        found = predict.step(config, at) if codecs == own else predict.step(bare, at, codecs)
+        return dataclasses.replace(found, codecs=codecs)
 
     return forecast
 
@@ -161,6 +196,18 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, key)
         if value is not None and not least <= value <= 1 << 24:
             raise ConfigError(f"--{key.replace('_', '-')} {value}: must be at least {least} and at most {1 << 24}")
+    needs = "--scale N..M" if options.scale is None else None
+    for key, given, without in (
+        ("between", options.between, options.hosts == 1 and needs and f"give --hosts 4, or {needs}"),
+        ("per-host", options.per_host, needs and f"is of studies of many GPUs; give {needs}, or leave it out"),
+        ("batch", options.batch, options.ttft is None and "is of prompts; give --ttft 8192, or leave it out"),
+        ("hosts", None if options.hosts == 1 else options.hosts,
+         options.scale is not None and "--scale has as many hosts as its GPUs take; say --per-host 8"),
+        ("codecs", options.codecs, options.scale is not None and "--scale compares ways of its own; leave it out"),
+        ("loss", options.loss, options.scale is not None and "--scale recommends nothing; leave it out"),
+    ):  # fmt: skip
+        if given is not None and without:
+            raise ConfigError(f"--{key} {given}: {without}")
     if options.between is None and options.rails > 1:
         raise ConfigError(f"--rails {options.rails}: are cards between hosts; say what one carries, --between 100Gb/s")
     if options.scale and options.ttft:
@@ -169,6 +216,8 @@ def _check(options: argparse.Namespace) -> None:
         plot.check_path(options.plot, "--plot")
     if options.json and not options.json.parent.is_dir():
         raise ConfigError(f"--json {options.json}: there is no folder {options.json.parent}; make it first")
+    if options.json and options.json.is_dir():
+        raise ConfigError(f"--json {options.json}: is a folder; name a file")
 
 
 def _asks_more(options: argparse.Namespace, rest: Sequence[str]) -> bool:
@@ -196,19 +245,21 @@ def _link(options, gpu, measured, config) -> links.Link:
 
 
 def _model(path: str):
-    """The shape of a Hugging Face folder, of which only config.json is read, or of a .gguf file."""
+    """The shape of a Hugging Face folder, of which only config.json is read, of a .gguf file, or of a run."""
     from taco_jax.inference.loading import open_checkpoint
-    from taco_jax.inference.model_folder import no_model, read_object
+    from taco_jax.inference.model_folder import is_run, no_model, read_object
+    from taco_jax.inference.run_folder import find
     from taco_jax.models.huggingface import config_from_hf
 
     folder = Path(path).expanduser()
     file = folder / "config.json"
+    if folder.suffix == ".gguf" or find(folder) is not None or is_run(folder):
+        return open_checkpoint(path).config
     if not file.is_file():
-        if folder.suffix == ".gguf":
-            return open_checkpoint(path).config
         raise ConfigError(f"--model {path}: {no_model(folder) or 'has no config.json'}")
+    described = read_object(file)
     try:
-        return config_from_hf(read_object(file))
+        return config_from_hf(described)
     except KeyError as error:
         raise ConfigError(f"{file}: has no key {error}") from None
     except ValueError as error:
@@ -251,7 +302,7 @@ def _limit(text: str | None, use: str) -> float:
 
 
 def _first_token(options: argparse.Namespace, config: TrainConfig) -> Callable[[Machine, str], Forecast]:
-    given = {"tp": config.mesh.tp, "length": options.ttft, "batch": options.batch}
+    given = {"tp": config.mesh.tp, "length": options.ttft, "batch": options.batch or 1}
     least = config.compression.min_bytes
     return lambda at, codecs: predict.first_token(config.model, at, codecs, min_bytes=least, **given)
 
@@ -259,8 +310,31 @@ def _first_token(options: argparse.Namespace, config: TrainConfig) -> Callable[[
 def _title(options: argparse.Namespace, config: TrainConfig) -> str:
     mesh = config.mesh
     if options.ttft is not None:
-        return f"time to the first token of {options.batch} x {options.ttft:,} tokens, tp {mesh.tp}"
+        return f"time to the first token of {options.batch or 1} x {options.ttft:,} tokens, tp {mesh.tp}"
     return f"training step of {predict.tokens_of(config):,} tokens, dp {mesh.dp} x pp {mesh.pp} x tp {mesh.tp}"
+
+
+def _notes(options: argparse.Namespace, config: TrainConfig, machine: Machine, result: tuple) -> list[str]:
+    """Returns what the table needs to be read: the model, whether it fits, and what is sent beside the sums over tp."""
+    model = config.model
+    billions = Shard(model, 1).parameters(model.n_layers) / 1e9
+    notes = [
+        f"model: {model.n_layers} layers x {model.d_model}, {billions:.3g}B parameters; fewer bytes: than as bf16, "
+        "whatever has another type"
+    ]
+    if options.ttft is None:
+        held = scale.memory_bytes(config) / 1e9
+    else:
+        held = scale.prompt_bytes(model, config.mesh.tp, (options.batch or 1) * options.ttft) / 1e9
+    if machine.gpu.memory_gb and held > machine.gpu.memory_gb:
+        notes.append(
+            f"does not fit: about {held:.3g} GB on each GPU, which has {machine.gpu.memory_gb:g} GB "
+            f"(an estimate; {'--dry-run of the trainer asks XLA' if options.ttft is None else 'try more --mesh.tp'})"
+        )
+    if options.ttft is None and config.mesh.tp > 1 and (besides := _sent_besides(config)):
+        said = ", ".join(f"{use} {codecs}" for use, codecs in besides.items())
+        notes.append(f"every way but exact also has the configuration's {said}")
+    return notes
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -275,7 +349,7 @@ def _draw(options, config: TrainConfig, machine: Machine, codecs: Sequence[str],
     if options.ttft is not None:
         shapes = [n for n in (1 << k for k in range(7, 18)) if n <= config.model.max_length]
         shapes = sorted({*shapes, options.ttft})
-        at, tokens = shapes.index(options.ttft), [n * options.batch for n in shapes]
+        at, tokens = shapes.index(options.ttft), [n * (options.batch or 1) for n in shapes]
         by_shape = [_first_token(argparse.Namespace(ttft=n, batch=options.batch), config) for n in shapes]
     else:
         shorter = [config.data.sequence_length // k for k in (64, 16, 4)]
@@ -284,7 +358,7 @@ def _draw(options, config: TrainConfig, machine: Machine, codecs: Sequence[str],
         at = len(made)
         made += [dataclasses.replace(config, global_batch=config.global_batch * k) for k in (1, 4, 16)]
         tokens = [predict.tokens_of(c) for c in made]
-        by_shape = [lambda m, codecs, c=c: predict.step(c, m, codecs) for c in made]
+        by_shape = [_steps(c) for c in made]
     outside = machine.hosts > 1
 
     def at_speed(gb_s: float) -> Machine:
@@ -306,20 +380,27 @@ def _scale(options, config: TrainConfig, gpu: hardware.Gpu, link: links.Link, be
     numbers = scale.counts(options.scale)
     if between is None:
         raise ConfigError(f"--scale {options.scale}: say what joins the hosts, --between 100Gb/s")
-    rails = options.rails
-    points = scale.study(config, gpu, link, between, gpus=numbers, per_host=options.per_host, rails=rails)
+    rails, per_host = options.rails, options.per_host or scale.PER_HOST
+    if odd := [n for n in numbers if n > per_host and n % per_host]:
+        raise ConfigError(
+            f"--scale {options.scale}: {odd[0]} GPUs are no whole number of hosts of {per_host} GPUs; begin with "
+            f"{per_host}, or set --per-host"
+        )
+    points = scale.study(config, gpu, link, between, gpus=numbers, per_host=per_host, rails=rails)
     if not points:
         raise ConfigError(
             f"--scale {options.scale}: the model's state fits on none of these numbers of {gpu.name} "
             f"({gpu.memory_gb:g} GB each); try more GPUs"
         )
     title = (
-        f"{gpu.name}, {options.per_host} on a host over {link.name}, {rails} x {between.name} between hosts; "
+        f"{gpu.name}, {per_host} on a host over {link.name}, {rails} x {between.name} between hosts; "
         f"tokens of a GPU stay the same"
     )
     print(report.scale_text(title, points))
     if options.json:
-        _write(options.json, {"points": [dataclasses.asdict(p) for p in points]})
+        ways = dict.fromkeys(p.way for p in points if p.way != "none")
+        pays = {way: {"words": report.where(points, way), "from_to": scale.stops(points, way)} for way in ways}
+        _write(options.json, {"what": title, "points": [dataclasses.asdict(p) for p in points], "pays": pays})
     if options.plot:
         plot.draw_scale(options.plot, {f"{gpu.name}, {between.name}": points})
     return 0

@@ -4,7 +4,7 @@ nvlink, host         measured on H200 (experiments/fit_forecast.py), NVLink's mu
 nvls                 nvlink, with exact sums as fast as published where NVSwitches add them up (NVLS); by arithmetic
 pcie4x16, pcie5x8    PCIe of a generation and width, peer to peer
 12GB/s,15us          what one GPU sends in one direction, and how long an empty message takes
-100Gb/s              the same in bits
+100Gb/s, 100Gbps     the same in bits
 measured             what `--measure` left on this machine
 """
 
@@ -23,6 +23,7 @@ EXAMPLES = "12GB/s,15us, 100Gb/s, nvlink, nvls, host, pcie4x16 or measured"
 # NCCL's bus bandwidth of large exact sums with NVLS by ranks, on H100: https://github.com/NVIDIA/nccl/issues/1455, and
 # of eight https://github.com/NVIDIA/nccl-tests/issues/212 and /272 (475 on H200). Its ring has 365 to 370 for 2 to 8.
 NVLS_GB_S = {2: 370.0, 4: 370.0, 8: 480.0}
+UNITS = "GB/s (bytes) or Gb/s (bits), or with M or T in the place of G; then perhaps a latency in us"
 # PCI Express Base Specification: GT/s of a lane, and the share of bits that are data (128b/130b).
 PCIE_GT_S = {3: 8, 4: 16, 5: 32, 6: 64}
 PCIE_ENCODING = 128 / 130
@@ -134,16 +135,36 @@ def parse(text: str, gpu: Gpu, measured: dict | None = None, key: str = "--link"
         return _measured(measured, key)
     if match := re.fullmatch(r"pcie([3-6])x(1|2|4|8|16)", text):
         return _pcie(int(match[1]), int(match[2]))
-    number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
-    match = re.fullmatch(rf"{number}\s*(GB|Gb|MB|Mb)/?s?(?:,\s*{number}\s*(us|ms))?", text)
-    if match is None:
-        hint = did_you_mean(
-            text, ("nvlink", "nvls", "host", "measured", "pcie3x16", "pcie4x16", "pcie5x16"), otherwise=""
-        )
+    found = _speed(text)
+    if found is None:
+        names = ("nvlink", "nvls", "host", "measured", "pcie3x16", "pcie4x16", "pcie5x16")
+        if re.match(r"[-+.\d]", text):
+            raise ConfigError(f"{key} {text!r}: is no speed: a number, then {UNITS}, such as 12GB/s,15us or 100Gb/s")
+        hint = did_you_mean(text, names, otherwise="")
         raise ConfigError(f"{key} {text!r}: is no link; {hint}{' ' * bool(hint)}give a speed, or a name: {EXAMPLES}")
-    speed = float(match[1]) * {"GB": 1, "Gb": 1 / 8, "MB": 1e-3, "Mb": 1e-3 / 8}[match[2]]
-    us = None if match[3] is None else float(match[3]) * {"us": 1, "ms": 1e3}[match[4]]
-    return given(text, speed, us, key)
+    return given(text, *found, key)
+
+
+def between(text: str) -> Link:
+    """Returns the link between hosts, of which a speed is known and no name.
+
+    Raises:
+      ConfigError: as `parse`.
+    """
+    found = _speed(text)
+    if found is None:
+        raise ConfigError(f"--between {text!r}: must be a speed in {UNITS}, such as 100Gb/s or 100Gb/s,10us")
+    return given(text, *found, "--between")
+
+
+def _speed(text: str) -> tuple[float, float | None] | None:
+    """Returns (GB/s, latency in us if there is one) of a text; None for one that is no speed."""
+    number = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+    match = re.fullmatch(rf"{number}\s*([MGT])(B|b)(?:/s|ps)?(?:,\s*{number}\s*(ns|us|ms))?", text)
+    if match is None:
+        return None
+    speed = float(match[1]) * {"M": 1e-3, "G": 1, "T": 1e3}[match[2]] / {"B": 1, "b": 8}[match[3]]
+    return speed, None if match[4] is None else float(match[4]) * {"ns": 1e-3, "us": 1, "ms": 1e3}[match[5]]
 
 
 def given(name: str, gb_s: float, us: float | None = None, key: str = "--link") -> Link:

@@ -11,6 +11,7 @@ one device there is no link to measure. All devices of one process take part.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -42,20 +43,46 @@ def read(path: Path) -> dict[str, Any] | None:
     """
     try:
         content = json.loads(path.read_text())
-        if not all(key in content for key in KEYS):
-            raise ValueError(f"lacks {', '.join(key for key in KEYS if key not in content)}")
-        if content["link"]:
-            for kind in ("exact", "hop"):
-                if not (content["link"][kind]["gb_s"] > 0 <= content["link"][kind]["us"]):
-                    raise ValueError(f"link.{kind} is no rate")
-            if kernel := content["link"].get("kernel"):
-                if not (kernel["gb_s"] > 0 <= min(kernel["us"], kernel["ns"])):
-                    raise ValueError("link.kernel is no rate")
+        _check(content)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no measurement ({error}); make it anew with --measure, or delete it") from None
     return content
+
+
+def _check(content: Any) -> None:
+    """Raises ValueError for what `run` cannot have made."""
+    if not isinstance(content, dict):
+        raise ValueError("must be a JSON object")
+    if missing := [key for key in KEYS if key not in content]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    for key in ("hardware", "gpu"):
+        if not isinstance(content[key], str):
+            raise ValueError(f"{key} must be a text")
+    if not isinstance(content["what"], list) or not all(isinstance(text, str) for text in content["what"]):
+        raise ValueError("what must be a list of texts")
+    for key in ("product_flops", "product_share", "copy_gb_s", "codec_share"):
+        if not _number(content[key]) > 0:
+            raise ValueError(f"{key} must be a number above 0")
+    if type(content["ranks"]) is not int or content["ranks"] < 1:
+        raise ValueError("ranks must be an integer of at least 1")
+    link = content["link"]
+    if link is None:
+        return
+    for kind, more in (("exact", ()), ("hop", ()), ("kernel", ("ns",))):
+        rate = link.get(kind) if isinstance(link, dict) else None
+        if kind == "kernel" and rate is None:
+            continue
+        numbers = [_number(rate.get(key)) if isinstance(rate, dict) else -1.0 for key in ("gb_s", "us", *more)]
+        if not (numbers[0] > 0 <= min(numbers[1:])):
+            raise ValueError(f"link.{kind} is no rate")
+
+
+def _number(value: Any) -> float:
+    """Returns a finite number as it is, -1 for anything else."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else -1.0
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

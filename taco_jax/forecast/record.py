@@ -38,7 +38,8 @@ def bound() -> float:
 
 
 def of(codecs: str, use: str, *, feedback: bool = False) -> Loss | None:
-    """The record of codecs FORWARD[:BACKWARD] in a use, training or first_token; None where there is none."""
+    """The record of codecs FORWARD[:BACKWARD] in a use: training, first_token, stages, gradients or weights; None where
+    there is none."""
     forward, _, backward = codecs.partition(":")
     name = forward if backward in ("", forward) else codecs
     if use == "first_token":

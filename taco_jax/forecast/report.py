@@ -17,8 +17,8 @@ PARTS = ("products", "memory", "codec", "messages")
 
 
 def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choices: Sequence[Choice],
-         advice: Advice) -> str:  # fmt: skip
-    """Everything that the command prints."""
+         advice: Advice, notes: Sequence[str] = ()) -> str:  # fmt: skip
+    """Everything that the command prints. notes: lines below the table."""
     shown = (
         next((c.forecast for c in choices if c is advice.best), None)
         or max(choices, key=lambda c: c.speedup, default=Choice("none", exact, 1.0, None)).forecast
@@ -26,7 +26,7 @@ def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choic
     blocks = [
         title,
         machine_text(machine),
-        ways(exact, ceiling, choices),
+        "\n".join([ways(exact, ceiling, choices), *notes]),
         sites(exact),
         *([sites(shown)] if shown is not exact else []),
         f"recommendation: {advice.text}",
@@ -38,7 +38,7 @@ def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choic
 def machine_text(machine: Machine) -> str:
     gpu, link = machine.gpu, machine.link
     lines = [
-        f"{machine.devices} x {gpu.name}: {gpu.flops / 1e12:g} TFLOP/s bf16, {gpu.memory_gb_s:g} GB/s memory, "
+        f"{machine.devices} x {gpu.name}: {gpu.flops / 1e12:.4g} TFLOP/s bf16, {gpu.memory_gb_s:.4g} GB/s memory, "
         f"codecs by {machine.kernels}",
         f"link {link.name}: {link.gb_s(2):.3g} GB/s from a GPU ({link.source})",
     ]
@@ -56,7 +56,8 @@ def ways(exact: Forecast, ceiling: Forecast, choices: Sequence[Choice]) -> str:
         rows.append(_way(c.codecs, c.forecast, exact, loss))
         if set(LAYER_SITES) & set(c.forecast.exactly):
             rows[-1] += "; layers' messages are too small and go exactly"
-    return "\n".join([*rows, _way("nothing sent", ceiling, exact, "the ceiling")])
+    speed = f"{exact.seconds / ceiling.seconds:.2f}x"
+    return "\n".join([*rows, f"{'nothing sent':18}{1e3 * ceiling.seconds:9.1f}{speed:>8}{'':13}  the ceiling"])
 
 
 def _way(name: str, forecast: Forecast, exact: Forecast, loss: str) -> str:
@@ -85,10 +86,11 @@ def _row(name: str, part: Part) -> str:
     return f"{name:24}{ms[0]:10.2f}{ms[1]:9.2f}{ms[2]:8.2f}{ms[3]:10.2f}{ms[4]:9.2f}"
 
 
-def as_json(machine: Machine, exact: Forecast, ceiling: Forecast, choices: Sequence[Choice],
-            advice: Advice) -> dict[str, Any]:  # fmt: skip
+def as_json(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choices: Sequence[Choice],
+            advice: Advice, notes: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
     """The figures of `text`. Times are milliseconds."""
     found = {
+        "what": title, "notes": list(notes),
         "gpu": machine.gpu.name, "devices": machine.devices, "hosts": machine.hosts, "kernels": machine.kernels,
         "link": {"name": machine.link.name, "gb_s": machine.link.gb_s(2), "source": machine.link.source},
         "exact": _forecast(exact, exact), "ceiling": _forecast(ceiling, exact),

@@ -19,6 +19,7 @@ from taco_jax.forecast.cost import Machine
 from taco_jax.forecast.hardware import Gpu
 from taco_jax.forecast.links import Link
 from taco_jax.forecast.work import Shard
+from taco_jax.models.config import ModelConfig
 
 PER_HOST = 8
 MOST_GPUS = 1 << 20
@@ -171,6 +172,15 @@ def memory_bytes(config: TrainConfig) -> float:
     else:
         kept = layers * (8 * model.d_model + 2 * (shard.q + 2 * shard.kv) + 2 * shard.up + 2 * shard.f)
     return state + 2 * tokens * (kept + inputs * model.d_model) + 8 * min(tokens, 2048) * shard.v
+
+
+def prompt_bytes(model: ModelConfig, tp: int, tokens: int) -> float:
+    """Bytes of one device before the first token of prompts of so many tokens: weights in bfloat16, the cache, and what
+    a layer holds at once. An estimate."""
+    shard = Shard(model, tp)
+    cache = 2 * model.n_layers * tokens * shard.kv
+    layer = tokens * (2 * model.d_model + shard.q + 2 * shard.kv + shard.up + shard.f)
+    return 2 * (shard.parameters(model.n_layers) + cache + layer)
 
 
 def stops(points: list[Point], way: str) -> tuple[int | None, int | None]:

@@ -53,7 +53,8 @@ class Planned(NamedTuple):
         of_layers = [f"layers/{layer}/{row}" for layer in range(config.n_layers) for row in ROWS]
         families = (of_layers, everywhere, site_names(config, 1))
         named = [] if self.file.model is None else self.file.model["sites"]
-        sites = next((family for family in families if set(family) & set(named) == set(family)), of_layers)
+        # A trainer's names are more than those of `everywhere`, which are among them.
+        sites = max(families, key=lambda family: len(set(family) & set(named)))
         self.file.check_model(shape_of(config), sites)
         # Sums alone are compressed in inference; what a trainer's plan says of gradients and ends is not sent here.
         rows = [name for name in self.file.sites if name in (*everywhere, *of_layers)]

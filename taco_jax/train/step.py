@@ -498,7 +498,8 @@ def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
             values = dict(zip(STATS, row, strict=True))
             if not values["count"]:
                 continue
-            ratio = values["signal"] / values["noise"] if values["noise"] else np.inf
+            with np.errstate(invalid="ignore"):  # of a step that is not finite
+                ratio = values["signal"] / values["noise"] if values["noise"] else np.inf
             out[f"{site}/{direction}"] = {
                 "snr_db": float(10 * np.log10(ratio)) if ratio > 0 else float("nan"),
                 "clipped": float(values["clipped"] / values["count"]),

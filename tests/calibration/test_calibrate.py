@@ -14,6 +14,7 @@ from taco_jax.compression import plan_file
 from taco_jax.config import ConfigError, cli, to_dict
 from taco_jax.config.checks import check
 from taco_jax.inference.settings import Settings
+from taco_jax.models.decoder import site_names
 from taco_jax.train import loop
 from taco_jax.train.step import resolve_plan
 
@@ -131,12 +132,31 @@ def test_a_plan_for_inference_by_layer(here, trained, capsys):
         layout(BYTES)
 
 
+def test_a_trainers_plan_serves_inference(here):
+    """With the codecs of its forward sums in layers; its own sites must be this model's all the same."""
+    names = site_names(BYTES, 2)
+    sites = {name: plan_file.SitePlan("int6h", "int4h") for name in names}
+    model = {"shape": plan_file.shape_of(BYTES), "sites": list(names)}
+    plan = plan_file.PlanFile(sites, model, {"use": "training"})
+    plan_file.write(plan, "plan.json")
+    layout = lambda: Settings(2, "plan.json").layout(BYTES, _device(), decoding=False)
+    sent = {site: c.forward for site, c in layout().par.plan if c is not None and not c.is_exact}
+    assert sent and set(sent.values()) == {"int6h"} and {site.split("/", 1)[-1] for site in sent} <= {
+        "attn/out", "mlp/down", "0/attn/out", "0/mlp/down", "1/attn/out", "1/mlp/down",
+    }  # fmt: skip
+    plan_file.write(dataclasses.replace(plan, model={**model, "sites": [*names, "other"]}), "plan.json")
+    with pytest.raises(ConfigError, match="its model's sites have changed .gone: other.;"):
+        layout()
+
+
 def _device():
     return make_mesh(tp=2).devices.flat[0]
 
 
 SEVEN = ("--config", str(REPOSITORY / "experiments/qwen7b.py"))
 OUT = ("--out", "plan.json")
+# Never trained: what is refused is refused before.
+TINY = ("--config", "tiny.py", "--data", "text.txt", "--steps", "16777216")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +173,11 @@ OUT = ("--out", "plan.json")
         ((*SEVEN, *OUT, "--bits", "4", "--codecs", "none"), "--codecs none: exact messages are always among"),
         ((*SEVEN, *OUT, "--bits", "4", "--codecs", "int8_token"), "--codecs int8_token: has blocks of tokens"),
         ((*SEVEN, *OUT, "--bits", "4", "--tokens", "0"), "--tokens 0: must be at least 1"),
+        ((*SEVEN, *OUT, "--bits", "4", "--by", "layer"), "--by layer: the trainer's layers are one scanned program"),
+        ((*SEVEN, "--bits", "4", "--out", "text.txt/plan.json"), "--out text.txt/plan.json: cannot be written"),
+        ((*TINY, *OUT, "--bits", "6", "--data", "none.txt"), "none.txt: no such data file; did you mean 'text.txt'?"),
+        ((*TINY, *OUT, "--bits", "6", "--data", "tiny.py"), "--data tiny.py: needs the tokenizer of a model"),
+        ((*TINY, *OUT, "--bits", "6", "--tokens", "99999"), "give more text, or a smaller --tokens or --length"),
         ((*SEVEN, *OUT, "--bits", "4", "--mesh.tp", "1"), "mesh.tp=1: one device sends nothing; set --mesh.tp"),
         ((*SEVEN, *OUT, "--bits", "4", "--arrange"), "--arrange: is of inference, which folds orders into weights"),
         ((*OUT, "--bits", "4", "--mesh.tp", "2"), "--config, --model: say what to measure"),
@@ -163,6 +188,15 @@ def test_refused_in_one_line(here, capsys, arguments, message):
     assert cli.run(command.main, arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_budget_below_all_codecs_is_refused_before_anything_runs(here, trained, capsys):
+    own = ["--config", "tiny.py", "--model", str(trained), "--out", "plan.json", *FEW]
+    assert cli.run(command.main, [*own, "--bits", "4"]) == 2
+    out, error = capsys.readouterr()
+    # Messages of 16 x 32 x 32 values: 4 bits each, and the scales of 128 blocks take 1,024 bytes.
+    assert "--bits 4: no choice of codecs has so few; the least is 4.5 bits, everything in int4h" in error
+    assert "batch 1" not in out
 
 
 def test_a_plans_file_among_the_trainers_flags(here):

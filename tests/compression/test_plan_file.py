@@ -88,6 +88,7 @@ def _changed(*keys, to):
         (_changed("sites", "head", "forwards", to="none"), "no such key 'forwards'; did you mean 'forward'"),
         (_changed("sites", "head", "error_feedback", to="yes"), "error_feedback='yes': must be true or false"),
         (_changed("sites", "head", "forward_measured", to={"snr_db": float("nan")}), "an object of finite numbers"),
+        (_changed("sites", "head", "forward_measured", to={"snr_db": 10**400}), "an object of finite numbers"),
         (_changed("sites", "haed", to={"forward": "none", "backward": "none"}), "did you mean 'head'"),
         (_changed("model", to={"shape": {}}), "model=.*must be null, or have an object 'shape'"),
         (_changed("collectives", 0, "codec", to="int9"), r"collectives\[0\]: codec='int9'"),

@@ -444,22 +444,20 @@ def every_choice(rows, bits):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_choice_is_near_the_best_of_all(seed):
-    """Never above the average; and no worse than the best choice of a little less."""
+def test_the_choice_is_the_best_of_all(seed):
+    """Never above the average; and no worse than the best choice of a thousandth less, for sizes are rounded."""
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(6):
         bits = [4.125, 5.125, 6.125, 8.125, 32.0]
         errors = [*sorted(10 ** random.uniform(-5, -1, 4), reverse=True), 0.0]
         rows.append((random.uniform(0.5, 1.5), [Option(str(b), b, e) for b, e in zip(bits, errors)]))
-    total, largest = sum(w for w, _ in rows), max(w for w, _ in rows)
+    total = sum(w for w, _ in rows)
     for bits in (4.9, 5.5, 7.0, 12.0, 32.0):
         chosen = allocate(Budget(bits), rows)
         assert sum(w * o.bits for (w, _), o in zip(rows, chosen)) <= bits * total * (1 + 1e-6)
         error = sum(w * o.error for (w, _), o in zip(rows, chosen))
-        # What a choice by steps leaves of the budget is less than the largest step that is taken next, of 2 bits.
-        less = bits - 2 * largest / total if bits < 8 else 8
-        assert every_choice(rows, bits) <= error * (1 + 1e-9) <= every_choice(rows, max(4.126, less)) * (1 + 1e-8)
+        assert every_choice(rows, bits) <= error * (1 + 1e-9) <= every_choice(rows, 0.999 * bits) * (1 + 1e-8)
     assert all(o.error == 0 for o in allocate(Budget(32), rows))
 
 
@@ -467,6 +465,13 @@ def test_a_step_that_goes_over_two_costs_both():
     options = [Option("a", 4.0, 1.0), Option("b", 8.0, 0.5), Option("c", 9.0, 0.4)]
     chosen = lambda bits: allocate(Budget(bits), [(1.0, options)])[0].codec
     assert [chosen(bits) for bits in (4, 5.5, 8, 8.9, 9)] == ["a", "a", "b", "b", "c"]
+
+
+def test_what_a_budget_leaves_is_used():
+    """A codec that loses a little less for a few bits is taken where the next one is too large, though a mixture of
+    its neighbours would lose less."""
+    options = [Option("int4h", 4.125, 0.0245), Option("mxfp4", 4.25, 0.0229), Option("int5h", 5.125, 0.0054)]
+    assert [allocate(Budget(bits), [(1.0, options)])[0].codec for bits in (4.2, 5, 5.2)] == ["int4h", "mxfp4", "int5h"]
 
 
 def test_the_fewest_bits_that_reach_an_snr():

@@ -183,11 +183,11 @@ MUTANTS = (
     ),
     Mutant(
         "calibrate-budget",
-        "a step to more bits costs what the step before it left",
+        "errors of all collectives count alike, whatever they send",
         "taco_jax/dropin/allocation.py",
-        "cost = weight * (hull[n + 1].bits - hull[at[row]].bits)",
-        "cost = weight * (hull[n + 1].bits - hull[n].bits)",
-        ("tests/dropin/test_calibrate.py -k goes_over_two",),
+        "cost=weight * o.error",
+        "cost=o.error",
+        ("tests/dropin/test_calibrate.py -k best_of_all",),
     ),
     Mutant(
         "host-call-early",

@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import REPOSITORY
 
-from taco_jax.config import cli
+from taco_jax.config import TrainConfig, cli, to_dict
 from taco_jax.forecast import command, hardware, links, measure
 from taco_jax.forecast.constants import load
 
@@ -79,8 +79,10 @@ def test_over_hosts_and_at_scale(tmp_path, capsys):
         str(file),
     )
     assert cli.run(command.main, given) == 0
-    assert "int4h: pays" in capsys.readouterr().out
-    assert {p["gpus"] for p in json.loads(file.read_text())["points"]} == {8, 16}
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert found["pays"]["int4h"]["words"].startswith("pays") and found["pays"]["int4h"]["from_to"][1] == 16
+    assert all(f"{way}: {pays['words']}" in text for way, pays in found["pays"].items()) and found["what"] in text
+    assert {p["gpus"] for p in found["points"]} == {8, 16}
 
 
 def test_a_hugging_face_folder(tmp_path, capsys):
@@ -95,6 +97,13 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     assert "8 x H100" in capsys.readouterr().out
     assert cli.run(command.main, [*given[2:], "--model", str(tmp_path / "no")]) == 2
     assert "must be a Hugging Face folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert cli.run(command.main, given) == 2
+    assert capsys.readouterr().err.count("config.json") == 1
+    # A run is read as inference reads it, and says what it lacks.
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(TrainConfig())))
+    assert cli.run(command.main, given) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,21 @@ def test_a_hugging_face_folder(tmp_path, capsys):
         (["--gpu", "L4", "--link", "nvlink"], "L4 has no NVLink"),
         (["--gpu", "L4", "--link", "nvlnk"], "did you mean 'nvlink'?"),
         (["--gpu", "L4", "--link", "0GB/s"], "a speed must be from"),
+        (["--gpu", "L4", "--link=-12GB/s"], "'-12GB/s': is no speed: a number, then GB/s"),
+        (["--gpu", "L4", "--link", "12GiB/s"], "'12GiB/s': is no speed: a number, then GB/s"),
+        (["--gpu", "L4", "--link", "12gb/s"], "'12gb/s': is no speed: a number, then GB/s"),
+        (["--gpu", "L4", "--link", "12GB/s,15"], "then perhaps a latency in us"),
+        (["--gpu", "L4", "--link", "host", "--between", "1GB/s"], "--between 1GB/s: give --hosts 4, or --scale"),
+        (["--gpu", "L4", "--link", "host", "--hosts", "2", "--between", "host"], "--between 'host': must be a speed"),
+        (["--gpu", "L4", "--link", "host", "--per-host", "4"], "--per-host 4: is of studies of many GPUs"),
+        (["--gpu", "L4", "--link", "host", "--batch", "4"], "--batch 4: is of prompts; give --ttft"),
+        (["--gpu", "L4", "--link", "host", "--json", "/"], "--json /: is a folder"),
+        (["--gpu", "L4", "--link", "host", "--scale", ""], "--scale '': must be a range"),
+        (["--gpu", "L4", "--link", "host", "--scale", "8", "--codecs", "int8h"], "--codecs int8h: --scale compares"),
+        (["--gpu", "L4", "--link", "host", "--scale", "8", "--hosts", "4"], "--hosts 4: --scale has as many hosts"),
+        (["--gpu", "L4", "--link", "host", "--between", "1GB/s", "--scale", "12..64"], "12 GPUs are no whole number"),
+        (["--gpu", "L4", "--link", "host", "--between", "1GB/s", "--scale", "8..64", "--per-host", "3"], "hosts of 3"),
+        (["--gpu", "L4", "--mesh.tp", "1", "--plot", "x.png"], "nothing is sent in a codec here"),
         (["--gpu", "L4", "--link", "1GB/s,1000ms"], "a latency must be from"),
         (["--gpu", "L4", "--link", "host", "--hosts", "3", "--between", "1GB/s"], "--hosts 3: must divide the 4"),
         (["--gpu", "L4", "--link", "host", "--hosts", "2"], "say what joins them, --between"),
@@ -145,6 +169,8 @@ def test_speeds_of_links():
     h200 = hardware.gpu("H200")
     gb_s = lambda text: links.parse(text, h200).gb_s(2)
     assert [gb_s("100Gb/s"), gb_s("12GB/s,15us"), gb_s("500MB/s")] == [12.5, 12, 0.5]
+    assert [gb_s("100Gbps"), gb_s("1.6Tb/s"), gb_s("2 TB/s, 500 ns"), gb_s("800Mb")] == [12.5, 200, 2000, 0.1]
+    assert links.between("100Gb/s,10us").hop == links.parse("100Gb/s,10us", h200).hop
     assert gb_s("pcie4x16") == pytest.approx(31.5 * 256 / 280, rel=0.01) and gb_s("pcie5x8") == gb_s("pcie4x16")
     assert links.parse("12GB/s,15us", h200).all_reduce(4, 12e9) == pytest.approx(1.5 + 60e-6)
     half = hardware.gpu("A100")
@@ -169,7 +195,7 @@ def test_exact_sums_with_nvls_are_as_fast_as_published(capsys):
         assert said in text
     assert found["nvls"] < found["nvlink"] and links.parse("nvls", h200).exact_gb_s(8) == 480
     assert cli.run(command.main, [*SEVEN, "--gpu", "A100", "--link", "nvls"]) == 2
-    assert "A100 has no sums in NVSwitches, which Hopper brought; use --link nvlink" in capsys.readouterr().err
+    assert "A100 80GB has no sums in NVSwitches, which Hopper brought; use --link nvlink" in capsys.readouterr().err
 
 
 def test_it_is_there_within_seconds_and_starts_no_device():
@@ -241,9 +267,66 @@ def test_without_tensor_parallelism_gradients_alone_are_compared(capsys):
     alone = ("--mesh.tp", "1", "--mesh.dp", "8")
     assert cli.run(command.main, [*ON, *alone]) == 0
     text = capsys.readouterr().out
-    assert "gradients int8h" in text and "taco" not in text
-    # No run has a record of them.
-    assert "recommendation: exact: gradients int8h would gain " in text
+    assert re.findall(r"^(\S.*\S) +\d+\.\d +\d\.\d\dx", text, re.M) == ["exact", "gradients int8h", "nothing sent"]
+    # Their record, by which `auto` takes int8h there.
+    assert re.search(r"recommendation: gradients int8h: .* by three_axes", text)
+    assert cli.run(command.main, [*ON, *alone, "--data-parallel.gradients", "sdp4"]) == 0
+    assert "recommendation: exact: gradients sdp4 would gain " in capsys.readouterr().out
+    assert cli.run(command.main, [*ON, *alone, "--data-parallel.gradients", "none"]) == 0
+    assert "recommendation: exact: no codec gains 2 % here" in capsys.readouterr().out
+
+
+def test_a_plan_is_a_row_of_its_own(tmp_path, capsys):
+    file, picture = tmp_path / "f.json", tmp_path / "p.svg"
+    given = [*ON, "--compression.plan", "layers/mlp/*", "int4h", "--codecs", "int8h;int4h", "--json", str(file)]
+    assert cli.run(command.main, [*given, "--plot", str(picture)]) == 0
+    assert "the plan" in capsys.readouterr().out and picture.stat().st_size > 10_000
+    ms = {name: way["ms"] for name, way in json.loads(file.read_text())["codecs"].items()}
+    assert ms["int4h"] < ms["the plan"] < ms["int8h"]
+    assert cli.run(command.main, [*ON, "--compression.plan", "*", "int8h", *given[-4:]]) == 0
+    ms = {name: way["ms"] for name, way in json.loads(file.read_text())["codecs"].items()}
+    assert ms["the plan"] == ms["int8h"] > ms["int4h"]
+
+
+@pytest.mark.parametrize(
+    "mesh, gpu, fits",
+    [(("--mesh.tp", "4"), "L4", False), (("--mesh.tp", "4"), "H200", True),
+     (("--mesh.tp", "1", "--ttft", "8192"), "A10", True), (("--mesh.tp", "1", "--ttft", "8192"), "B200", True)],
+)  # fmt: skip
+def test_what_does_not_fit_the_memory_is_said(mesh, gpu, fits, capsys):
+    """7.6e9 weights: 16 bytes each in training, on four GPUs 30 GB; 2 bytes before a first token, 15 GB."""
+    assert cli.run(command.main, [*SEVEN, "--gpu", gpu, "--link", "host", *mesh]) == 0
+    text = capsys.readouterr().out
+    assert "7.62B parameters" in text and ("does not fit: about" not in text) == fits
+
+
+def test_small_models_and_other_ranks_are_said_to_be_less_sure(tmp_path, capsys):
+    rate = {"us": 10.0, "gb_s": 20.0}
+    found = {"hardware": "2 x L4", "gpu": "NVIDIA L4", "ranks": 2, "product_flops": 1e14, "product_share": 0.8,
+             "copy_gb_s": 250.0, "codec_share": 0.6, "link": {"exact": rate, "hop": rate}, "what": []}  # fmt: skip
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(found))
+    small = ("--config", str(REPOSITORY / "experiments/gpt2_124m.py"), "--mesh.tp", "4")
+    assert cli.run(command.main, [*small, "--link", "measured", "--measured", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "models of 350M parameters and fewer" in text and "4 ranks share the link as the 2 that were mea" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"gpu": 2}, {"ranks": 0}, {"ranks": 2.5}, {"copy_gb_s": float("nan")}, {"product_share": "0.8"}, {"what": [1]},
+     {"codec_share": True}, {"link": [1]}, {"link": {"exact": {"us": 1.0, "gb_s": 1.0}}}],
+)  # fmt: skip
+def test_a_file_that_measured_nothing_is_refused(change, tmp_path, capsys):
+    rate = {"us": 10.0, "gb_s": 20.0}
+    found = {"hardware": "2 x L4", "gpu": "NVIDIA L4", "ranks": 2, "product_flops": 1e14, "product_share": 0.8,
+             "copy_gb_s": 250.0, "codec_share": 0.6, "link": {"exact": rate, "hop": rate}, "what": []}  # fmt: skip
+    file = tmp_path / "m.json"
+    for content in (found | change, None, [found]):
+        file.write_text(json.dumps(content))
+        assert cli.run(command.main, [*SEVEN, "--link", "measured", "--measured", str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert "is no measurement" in err and err.count("\n") == 1 and not out
 
 
 def test_small_messages_are_named(capsys):

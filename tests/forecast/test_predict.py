@@ -133,7 +133,7 @@ def test_empty_ticks_are_the_schedules_share():
 def test_levels_send_less_between_hosts():
     """tp 8 on two hosts of four: each rank sends a quarter of the message to the other host, exactly and compressed."""
     h100 = hardware.gpu("H100")
-    between = links.parse("100Gb/s,10us", h100, key="--between")
+    between = links.between("100Gb/s,10us")
     on = Machine(h100, links.parse("nvlink", h100), 8, 2, between, 1)
     assert on.spread("tp", {"dp": 1, "pp": 1, "tp": 8}) == (4, 2)
     n = 1 << 26
@@ -239,7 +239,7 @@ def test_the_record_is_that_of_the_use():
 
 def test_scale_takes_the_fastest_layout_that_fits():
     gpu = hardware.gpu("H100")
-    inside, between = links.parse("nvlink", gpu), links.parse("100Gb/s,10us", gpu, key="--between")
+    inside, between = links.parse("nvlink", gpu), links.between("100Gb/s,10us")
     config = dataclasses.replace(SEVEN, mesh=MeshConfig(), global_batch=1)
     points = scale.study(config, gpu, inside, between, gpus=[8, 64], rails=8, ways=("none", "int4h"))
     assert [(p.gpus, p.way) for p in points] == [(8, "none"), (8, "int4h"), (64, "none"), (64, "int4h")]

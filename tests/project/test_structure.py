@@ -92,7 +92,6 @@ SHORT = {
         "data/prepare/duplicates.py": CONCEPT,
         "compression/recommended.py": "reads a table that trainer, layers and inference take",
         "compat.py": "all that differs between versions of JAX",
-        "errors.py": "imported by everything, imports nothing",
         "evaluate.py": ENTRY,
         "export.py": ENTRY,
         "forecast/constants.py": "imported by all of the forecast, imports nothing of it",

@@ -24,6 +24,7 @@ from taco_jax.train.guard import (
     ladder,
     text_of,
 )
+from taco_jax.train.step import STATS, summarise_stats
 
 WAY, OTHER = "layers/mlp/down/forward", "head/backward"
 
@@ -103,6 +104,13 @@ def test_what_is_not_finite_has_no_vote():
     assert feed(made, 1, float("nan"), 1, float("inf"), *[float("nan")] * 4) == [[]] * 8
     assert len(feed(made, 1)[0]) == 1  # the third number below the bound
     assert made.observe({}) == []  # and so has what sent nothing in a codec
+
+
+def test_a_step_that_is_not_finite_has_no_snr_and_warns_of_nothing(recwarn):
+    row = [4.0 if name == "count" else np.inf for name in STATS]
+    found = summarise_stats({"head": np.array([row, row])})
+    assert math.isnan(found["head/forward"]["snr_db"]) and math.isnan(found["head/backward"]["snr_db"])
+    assert not recwarn.list
 
 
 def test_it_goes_back_when_the_codec_before_is_good_again():
