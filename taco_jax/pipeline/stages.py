@@ -60,6 +60,11 @@ def in_chunks(layers: Any, schedule: Schedule) -> Any:
     return layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[None], layers)
 
 
+def out_of_chunks(layers: Any, schedule: Schedule) -> Any:
+    """The inverse of `in_chunks`."""
+    return layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[0], layers)
+
+
 def own(a: jax.Array, chunks: int) -> jax.Array:
     """The part of [n_layers, ...] that belongs to this stage, [V, N, ...].
 
