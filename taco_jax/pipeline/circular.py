@@ -37,9 +37,9 @@ from taco_jax.tensor_parallel import to_varying
 
 def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, scale, config: ModelConfig,
                    par: Parallel, schedule: Schedule, base=None):  # fmt: skip
-    """(loss, (gradients, measures of the sites)) of the local batch in microbatches, loss = scale * sum of weighted nll.
+    """(loss, (gradients, measures of the sites)) of the local batch in microbatches.
 
-    The loss is the last stage's, and zero on the others.
+    The loss is scale * sum of weighted negative log-likelihoods on the last stage, zero on the others.
 
     Args:
       params: this stage's shards; all of them must vary over pp (of the whole ones each stage has its own gradient).
@@ -123,7 +123,7 @@ class _Layers(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What lies between the passes: of layers [R, N, ...] and, the same in all rounds, [V, N, ...]; of messages, [T, ...]."""
+    """What lies between the passes: of layers [R, N, ...], of all rounds of a layer [V, N, ...]; of messages [T, ...]."""
 
     layers: list[jax.Array]
     fixed: list[jax.Array]
@@ -188,7 +188,7 @@ class _Stage:
         return y_MBLD, _Saved(saved, fixed, messages)
 
     def backward(self, saved: _Saved, ct_MBLD: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns the cotangents of (x_MBLD, the layers' parameters), and the measures of the sites in layers and between."""
+        """Returns the cotangents of (x_MBLD, the layers' parameters), and measures of the sites in layers and between."""
         ticks = self.schedule.forward_ticks
         nothing_BLD = to_varying(jnp.zeros_like(ct_MBLD[0]), self.axes)
 
@@ -308,10 +308,9 @@ def _merged(measure: jax.Array, use: jax.Array) -> jax.Array:
 
 def evaluate(params, tokens_BL, targets_BL, weights_BL, config: ModelConfig, par: Parallel, state: stages.State,
              schedule: Schedule) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Returns (sum of weighted negative log-likelihoods in nats, sum of weights), of any schedule; zeros but on the last
-    stage.
+    """Returns (sum of weighted negative log-likelihoods in nats, sum of weights): zeros but on the last stage.
 
-    Arguments as in `value_and_grad`, params with what has no gradients; state: scales of all sites.
+    Arguments as in `value_and_grad`, with any schedule. state: scales of all sites.
     """
     axes = stages.activation_axes(params, par)
     params = decoder.use_replicated_params(params, config, par)
