@@ -180,13 +180,11 @@ def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
         carries_errors = stream.error_BLD is not None or stream.carrier_BLD is not None
         return stream if carries_errors else split_batch(x_BLD, parts)
 
-    with_errors = remat(one_chain_layer(both, par), par.remat)
-    overlaps = parts > 1 and not par.sequence_parallel
-    in_chains = overlapped_layer(both, par) if overlaps else remat(chained_layer(both, par), par.remat)
-
     def layer(carried, params, state, sliding):
         if isinstance(carried, ResidualStream):
-            return with_errors(carried, params, state, in_context(sliding)[0])
+            return remat(one_chain_layer(both, par), par.remat)(carried, params, state, in_context(sliding)[0])
+        overlaps = parts > 1 and not par.sequence_parallel
+        in_chains = overlapped_layer(both, par) if overlaps else remat(chained_layer(both, par), par.remat)
         return in_chains(carried, params, state, in_context(sliding))
 
     def leave(carried):

@@ -39,7 +39,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
                    par: Parallel, schedule: Schedule, base=None):  # fmt: skip
     """(loss, (gradients, measures of the sites)) of the local batch in microbatches.
 
-    The loss is scale * sum of weighted negative log-likelihoods on the last stage, zero on the others.
+    The loss is scale * sum of weighted negative log-likelihoods: a stage's part of it, zero where a stage has none.
 
     Args:
       params: this stage's shards; all of them must vary over pp (of the whole ones each stage has its own gradient).
@@ -73,10 +73,12 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
 
     def head(ends, y_BLD, slots):
         params = lora.join(base, ends)
-        finish = lambda: stages.head_loss(
-            params, y_BLD, targets_BL, weights_BL, config=config, par=par, state=state(slots)
-        )
-        return scale * stages.where_true(stages.is_last(), finish, loss_axes)[0]
+        finish = lambda *batch: stages.head_loss(params, *batch, config=config, par=par, state=state(slots))
+        if schedule.shares_head(len(y_BLD), config.vocab_size, lax.axis_size(par.axis)):
+            share = lambda a: stages.own_share(a, schedule)
+            return scale * finish(stages.share_of_last(y_BLD, schedule), share(targets_BL), share(weights_BL))[0]
+        only_last = lambda: finish(y_BLD, targets_BL, weights_BL)
+        return scale * stages.where_true(stages.is_last(), only_last, loss_axes)[0]
 
     cut = lambda a: a.reshape(schedule.microbatches, -1, *a.shape[1:])
     layers = _Layers(
@@ -123,7 +125,7 @@ class _Layers(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What lies between the passes: of layers [R, N, ...], of all rounds of a layer [V, N, ...]; of messages [T, ...]."""
+    """What lies between the passes: of layers [R, N, ...], of all rounds of one [V, N, ...], of messages [T, ...]."""
 
     layers: list[jax.Array]
     fixed: list[jax.Array]
@@ -188,7 +190,7 @@ class _Stage:
         return y_MBLD, _Saved(saved, fixed, messages)
 
     def backward(self, saved: _Saved, ct_MBLD: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns the cotangents of (x_MBLD, the layers' parameters), and measures of the sites in layers and between."""
+        """Returns the cotangents of (x_MBLD, the layers' parameters), and the measures of their sites and messages."""
         ticks = self.schedule.forward_ticks
         nothing_BLD = to_varying(jnp.zeros_like(ct_MBLD[0]), self.axes)
 

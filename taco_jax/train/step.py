@@ -36,6 +36,7 @@ from taco_jax.config import (
     ConfigError,
     TrainConfig,
     pipeline_schedule,
+    remat,
     sequence_parallel,
     site_compression,
     with_codecs,
@@ -167,7 +168,7 @@ class Program:
         self.parallel = Parallel(
             plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
-            remat=config.remat,
+            remat=remat(config)[0],
             chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
