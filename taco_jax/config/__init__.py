@@ -9,6 +9,7 @@ device_selection: the value of `--devices`.
 from taco_jax.config.derived import (
     flatten,
     get,
+    gradient_groups,
     keys,
     microbatch,
     pipeline_schedule,
@@ -52,6 +53,7 @@ __all__ = [
     "TrainConfig",
     "flatten",
     "get",
+    "gradient_groups",
     "keys",
     "microbatch",
     "parse_devices",

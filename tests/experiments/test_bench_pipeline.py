@@ -22,7 +22,7 @@ BAD = [
     (["--remats", "auto"], "--remats='auto': known: "),
     (["--data-parallel", "int8h"], "--data-parallel=int8h: must have none"),
     (["--data-parallel", "none,none"], "must name each once"),
-    (["--schedules", "", "--data-parallel", "none,int8"], "data_parallel.gradients='int8': did you mean"),
+    (["--schedules", "", "--data-parallel", "none,int8"], "data_parallel.gradients='int8' is unknown: did you mean"),
     (["--schedules", "", "--data-parallel", ""], "--schedules='': must name one, or --data-parallel must"),
     (["--stages", "1"], "--stages=1: must be at least 2"),
     (["--steps-per-round", "0"], "--steps-per-round=0: must be at least 1"),
