@@ -9,7 +9,6 @@ device_selection: the value of `--devices`.
 from taco_jax.config.derived import (
     flatten,
     get,
-    gradient_groups,
     keys,
     microbatch,
     pipeline_schedule,
@@ -53,7 +52,6 @@ __all__ = [
     "TrainConfig",
     "flatten",
     "get",
-    "gradient_groups",
     "keys",
     "microbatch",
     "parse_devices",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from taco_jax.config.derived import get, gradient_groups, pipeline_schedule, with_codecs
+from taco_jax.config.derived import get, pipeline_schedule, with_codecs
 from taco_jax.config.device_selection import parse_devices
 from taco_jax.config.lora import matrices
 from taco_jax.config.settings import REMAT, TrainConfig, divisors
@@ -20,7 +20,6 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_batch(config)
     _check_model(config)
     _check_stages(config)
-    _check_groups(config)
     _check_documents(config)
     _check_adapters(config)
     _check_limits(config)
@@ -66,20 +65,6 @@ def _check_stages(config: TrainConfig) -> None:
         raise ConfigError(
             f"pipeline.chunks={schedule.chunks}: must divide the {of_stage} layers of a stage (model.n_layers / "
             f"mesh.pp); try {listed(divisors(of_stage))}"
-        )
-
-
-def _check_groups(config: TrainConfig) -> None:
-    groups, layers = config.data_parallel.groups, config.model.n_layers
-    if groups is None or groups == 1 or config.mesh.dp == 1:
-        return
-    used, why = gradient_groups(config)
-    if used != groups:
-        raise ConfigError(f"data_parallel.groups={groups}: must be 1 with {why}; leave it out")
-    if layers % groups:
-        raise ConfigError(
-            f"data_parallel.groups={groups}: must divide the {layers} layers of the model (model.n_layers); "
-            f"try {listed(divisors(layers))}"
         )
 
 

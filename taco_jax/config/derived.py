@@ -12,7 +12,6 @@ from taco_jax.codec import AUTO
 from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.compression.plan_file import feeds_back, is_plan_path
-from taco_jax.config.lora import matrices
 from taco_jax.config.schedule import Schedule
 from taco_jax.config.settings import AUTO_REMAT, TrainConfig
 from taco_jax.errors import ConfigError
@@ -72,38 +71,6 @@ def remat(config: TrainConfig) -> tuple[str, str]:
     if config.mesh.pp > 1:
         return "dots", "with stages it takes less time, and less memory, than to keep everything"
     return "none", "no stages"
-
-
-def gradient_groups(config: TrainConfig) -> tuple[int, str]:
-    """Returns in how many groups of layers gradients are summed over dp, and why.
-
-    By itself a group has a bucket of gradients or more: each is compiled as a loop of its own. With microbatches, or
-    stages, gradients are whole after the last one only.
-    """
-    c, layers = config.data_parallel, config.model.n_layers
-    if config.mesh.dp == 1:
-        return 1, "dp is 1"
-    if (key := _why_no_groups(config)) is not None:
-        return 1, key
-    if c.groups is not None:
-        return c.groups, "as configured"
-    values = layers * sum(rows * columns for rows, columns in matrices(config.model).values()) // config.mesh.tp
-    most = min(4, int(4 * values / (c.bucket_mb * 1e6)))
-    groups = max(n for n in range(1, max(1, most) + 1) if layers % n == 0)
-    return groups, f"{values:,} values in layers, data_parallel.bucket_mb={c.bucket_mb:g}"
-
-
-def _why_no_groups(config: TrainConfig) -> str | None:
-    """The setting with which gradients are not whole before the backward pass ends, or shares are of whole layers."""
-    if config.mesh.pp > 1:
-        return f"mesh.pp={config.mesh.pp}"
-    if config.accumulation > 1:
-        return f"accumulation={config.accumulation}"
-    if config.lora.rank is not None:
-        return f"lora.rank={config.lora.rank}"
-    if config.data_parallel.zero1 and config.optimizer.name == "muon":
-        return "optimizer.name='muon'"
-    return None
 
 
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:

@@ -187,8 +187,6 @@ class DataParallelConfig(Checked):
     """How zero1 sends updated weights: none (float32), bfloat16, auto, or a codec, for the change of all's copy."""
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
-    groups: int | None = None
-    """Groups of layers whose gradients are sent beside the backward pass of those before; None: up to 4 large ones."""
 
     def check_fields(self) -> None:
         for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):
@@ -202,7 +200,6 @@ class DataParallelConfig(Checked):
         rule = "without data_parallel.zero1 no weights are sent; set data_parallel.zero1, or leave it at 'none'"
         self.require(self.parameters in ("none", AUTO) or self.zero1, "parameters", rule)
         self.above_0("bucket_mb", more=", for example 256")
-        self.at_least(1, "groups", or_none="")
 
 
 @dataclasses.dataclass(frozen=True)

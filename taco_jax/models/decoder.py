@@ -12,7 +12,6 @@ Dims: B batch, L length (L / tp between matrix products under sequence paralleli
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -148,32 +147,8 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
     with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * loop.chains):
         one = lambda carried, of: (loop.layer(carried, *of), None)
-        carried = loop.enter(x_BLD)
-        for group in _in_groups((stacked, layer_state, windows), par.layer_groups):
-            carried, _ = lax.scan(one, carried, group)
+        carried, _ = lax.scan(one, loop.enter(x_BLD), (stacked, layer_state, windows))
     return loop.leave(carried)
-
-
-def _in_groups(tree: Any, groups: int) -> list[Any]:
-    """A tree of arrays [n_layers, ...] as so many trees of equal parts. The cotangent of a whole is its parts', joined:
-    autodiff alone would add arrays of zeros."""
-    if groups == 1:
-        return [tree]
-    leaves, structure = jax.tree.flatten(tree)
-    parts = zip(*(_parts(groups, leaf) for leaf in leaves), strict=True)
-    return [jax.tree.unflatten(structure, part) for part in parts]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _parts(groups: int, a: jax.Array) -> list[jax.Array]:
-    return jnp.split(a, groups)
-
-
-def _parts_backward(groups: int, shape: Any, cts: list[jax.Array]) -> tuple[jax.Array | None]:
-    return (jnp.concatenate(cts) if jnp.issubdtype(cts[0].dtype, jnp.floating) else None,)
-
-
-_parts.defvjp(lambda groups, a: (_parts(groups, a), None), _parts_backward)
 
 
 class LayerLoop(NamedTuple):

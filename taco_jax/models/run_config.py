@@ -43,9 +43,6 @@ class Parallel:
     """Parts of the batch that go through each layer side by side, so that one part's messages travel during the matrix
     products of another (`taco_jax.models.overlap`); the most that divide it, where this number does not. With more than
     one, compressed layers have first derivatives only (a second one raises NotImplementedError)."""
-    layer_groups: int = 1
-    """Loops that the layers are cut into, one after the other: a loop's gradients are whole, and can be sent, while the
-    backward pass goes through those before it. It compiles the layer as often."""
     end_token: int | None = None
     """Token id that ends a document: attention then stays inside documents. None: it sees the whole sequence."""
     loss_chunk: int | None = None

@@ -13,8 +13,7 @@ links are fast, and in 4 bits between hosts.
 Gradients and parameters travel in buckets: leaves side by side, each from a multiple of the codec's block, so that no
 block has elements of two; a leaf above the bucket's size goes in as many chunks. Buckets depend on nothing of each
 other, and that of an untied head, whose gradient is ready first, is its own: XLA may send one while it computes the
-next. Layers are scanned in groups (`data_parallel.groups`). The gradients of a group come together, and are sent beside
-the backward pass of the groups before it; with microbatches there is one group.
+next. Layers are scanned, so that the gradients of all layers come together, when the backward pass ends.
 
 Bytes sent by one rank, for n elements of a device's part of the parameters and P ranks: (P-1)/P wire_bytes(n) for the
 gradients, the same for the parameters; without ZeRO-1 2 (P-1)/P wire_bytes(n) for the gradients alone. In levels,
@@ -28,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ from taco_jax.collectives.manual_region import axis_tuple
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.collectives.transport import chunk_elements, pack, unpack
 from taco_jax.compression.compression import MAX_CHUNKS, Compression
-from taco_jax.config import TrainConfig, gradient_groups
+from taco_jax.config import TrainConfig
 from taco_jax.train.shards import Cut, buckets, cut
 
 GRADIENTS, PARAMETERS = comm_log.GRADIENTS, "dp/params"
@@ -59,18 +58,6 @@ def gradient_compression(gradients: str, mesh: Mesh, devices_per_host: int | Non
     if inside in (1, mesh.shape["dp"]):
         return Compression(BETWEEN if inside < mesh.shape["dp"] else INSIDE)
     return Compression(INSIDE, between_hosts=BETWEEN, algorithm="hierarchical", ranks_per_host=inside)
-
-
-class _Piece(NamedTuple):
-    """A part of a leaf's gradient that is sent by itself: a group of its layers (None: all of it), and its cut."""
-
-    leaf: int
-    group: int | None
-    cut: Cut
-
-    def of(self, leaves: list[jax.Array]) -> jax.Array:
-        leaf, rows = leaves[self.leaf], self.cut.shape[0] if self.cut.shape else 0
-        return leaf if self.group is None else lax.slice_in_dim(leaf, self.group * rows, (self.group + 1) * rows)
 
 
 class DataParallel:
@@ -91,26 +78,13 @@ class DataParallel:
         self.copy_dtype = jnp.dtype(BF16 if c.parameters == BF16 else config.compute_dtype)
         self.differences = self.has_copy and c.parameters != BF16
         sizes = dict(mesh.shape)
-        self._groups = gradient_groups(config)[0]
-        own_cut = lambda shape, spec: cut(shape.shape, spec, sizes, self.ranks, inner=self._groups > 1)
-        self.cuts = jax.tree.map(own_cut, shapes, specs)
+        self.cuts = jax.tree.map(lambda shape, spec: cut(shape.shape, spec, sizes, self.ranks), shapes, specs)
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.cuts)
         self._cuts: list[Cut] = [c for _, c in flat]
         # A device's parts of leaves that are the same along tp stay so, as far as types can tell, only by themselves.
         groups = [(_axes(cut.spec), path[0] == jax.tree_util.DictKey("head")) for path, cut in flat]
         self._limit = max(1, int(c.bucket_mb * 1e6) // 4)
         self._buckets = buckets([math.prod(cut.shape) for cut in self._cuts], groups, self._limit)
-        self._pieces = [piece for i, (path, c) in enumerate(flat) for piece in self._cut_in_groups(i, path, c)]
-        sizes = [math.prod(piece.cut.shape) for piece in self._pieces]
-        self._gradient_buckets = buckets(sizes, [(groups[p.leaf], p.group) for p in self._pieces], self._limit)
-
-    def _cut_in_groups(self, leaf: int, path, of: Cut) -> list[_Piece]:
-        """The pieces of a leaf: those of its groups of layers, if it is stacked over layers, else one."""
-        stacked = path[0] == jax.tree_util.DictKey("layers")
-        if self._groups == 1 or not stacked or (self.sharded and of.dim == 0):
-            return [_Piece(leaf, None, of)]
-        rows = of.shape[0] // self._groups
-        return [_Piece(leaf, n, dataclasses.replace(of, shape=(rows, *of.shape[1:]))) for n in range(self._groups)]
 
     @property
     def codecs(self) -> list[str]:
@@ -155,19 +129,15 @@ class DataParallel:
             # XLA makes its own buckets of an exact sum.
             size = sum(leaf.size for leaf in jax.tree.leaves(grads))
             comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
-            if self._groups == 1:
-                return lax.psum(grads, "dp")
-            leaves = self._tree.flatten_up_to(grads)
-            return self._joined(lax.psum([piece.of(leaves) for piece in self._pieces], "dp"))
+            return lax.psum(grads, "dp")
         with comm_log.marked("gradient", "backward"):
             return self._reduce_buckets(grads, self._block(*self._gradient_codecs))
 
     def _reduce_buckets(self, grads: Any, block: int) -> Any:
         leaves = self._tree.flatten_up_to(grads)
-        leaves = [piece.of(leaves) for piece in self._pieces]
         out = list(leaves)
-        for number, bucket in enumerate(self._gradient_buckets):
-            site, cuts = f"{GRADIENTS}/{number}", [self._pieces[i].cut for i in bucket]
+        for number, bucket in enumerate(self._buckets):
+            site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
             if self.sharded:
                 rows = [c.rows(leaves[i]) for c, i in zip(cuts, bucket)]
                 x_PN = self._tiled(pack(rows, block), self._gradient_codecs[0])
@@ -180,14 +150,7 @@ class DataParallel:
                 packed = collectives.psum(x_N, "dp", **self._options(self.gradients, x_N.size, site))
                 for i, part in zip(bucket, unpack(packed, [leaves[i].size for i in bucket], block)):
                     out[i] = part.reshape(leaves[i].shape)
-        return self._joined(out)
-
-    def _joined(self, pieces: list[jax.Array]) -> Any:
-        """The tree of leaves of which these are the pieces."""
-        of_leaf: list[list[jax.Array]] = [[] for _ in self._cuts]
-        for piece, value in zip(self._pieces, pieces, strict=True):
-            of_leaf[piece.leaf].append(value)
-        return self._tree.unflatten([jnp.concatenate(p) if len(p) > 1 else p[0] for p in of_leaf])
+        return self._tree.unflatten(out)
 
     # Parameters
 

@@ -85,16 +85,15 @@ class Cut:
         return jnp.pad(x, widths)
 
 
-def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int], ranks: int, inner: bool = False) -> Cut:
+def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int], ranks: int) -> Cut:
     """The cut of a leaf of global `shape`, spread over mesh axes of `sizes` as `spec` says, with the least padding.
 
-    Of several such dims it is the first: shares are then the most contiguous. inner: it is the first but dim 0, so that
-    every part of dim 0 has all shares.
+    Of several such dims it is the first: shares are then the most contiguous.
     """
     parts = [math.prod(sizes[a] for a in axis_tuple(entry)) if entry is not None else 1 for entry in spec]
     local = tuple(n // p for n, p in itertools.zip_longest(shape, parts, fillvalue=1))
     cuts = [Cut(local, ranks, dim, spec) for dim in range(len(shape))]
-    return min(cuts, key=lambda c: (math.prod(c.share_shape), inner and c.dim == 0))
+    return min(cuts, key=lambda c: math.prod(c.share_shape))
 
 
 def buckets(sizes: list[int], groups: list, limit: int) -> list[list[int]]:

@@ -35,7 +35,6 @@ from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_s
 from taco_jax.config import (
     ConfigError,
     TrainConfig,
-    gradient_groups,
     pipeline_schedule,
     remat,
     sequence_parallel,
@@ -171,7 +170,6 @@ class Program:
             sequence_parallel=sequence_parallel(config)[0],
             remat=remat(config)[0],
             chains=config.chains,
-            layer_groups=gradient_groups(config)[0],
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
             end_token=end_token(config),

@@ -276,14 +276,6 @@ MUTANTS = (
         ("tests/pipeline/test_residuals.py",),
     ),
     Mutant(
-        "groups-of-layers",
-        "gradients of groups of layers are joined in the order of the backward pass",
-        "taco_jax/models/decoder.py",
-        "return (jnp.concatenate(cts) if",
-        "return (jnp.concatenate(cts[::-1]) if",
-        ("tests/train/test_data_parallel_step.py -k test_exact_steps_equal",),
-    ),
-    Mutant(
         "circular-items",
         "chunks of the circular schedule come in the wrong order",
         "taco_jax/config/schedule.py",

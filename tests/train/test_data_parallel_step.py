@@ -106,8 +106,6 @@ def check_exact(config):
 EXACT = [
     pytest.param(2, 2, {}, marks=SLOW),
     (4, 2, dict(zero1=True, bucket_mb=0.01, accumulation=2)),
-    (2, 2, dict(zero1=True, bucket_mb=0.01, groups=3)),
-    pytest.param(2, 1, dict(groups=3), marks=SLOW),
     pytest.param(8, 1, dict(zero1=True), marks=SLOW),
 ]
 CODED = on(4, 2, optimizer=ADAM, zero1=True, gradients="int8h", parameters="int8h", bucket_mb=0.02)
