@@ -434,8 +434,7 @@ class TrainConfig(Checked):
     sequence_parallel: bool | None = None
     """Keep activations between layers cut along the sequence; None: where it pays, which the dry run says, with why."""
     remat: str = "auto"
-    """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication. auto: dots
-    with stages, else none."""
+    """What the backward pass recomputes: none, dots (all but products), full, or auto: dots with stages, else none."""
     chains: int = 1
     """Parts of a microbatch that go through each layer side by side: one sends while another computes; 1 is off."""
     loss_chunk: int | None = None
