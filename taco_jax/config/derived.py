@@ -64,7 +64,8 @@ def remat(config: TrainConfig) -> tuple[str, str]:
     """Returns what the backward pass recomputes, and why.
 
     With stages what is saved lies in memory for many microbatches, and to write and read it takes longer than to
-    compute all but the products again (experiments/results/stages_2gpus). 1F1B runs a stage again in any case.
+    compute all but the products again (experiments/results/stages_2gpus). 1F1B runs a stage again in any case; what
+    that saves is read at once.
     """
     if config.remat != AUTO_REMAT:
         return config.remat, "as configured"
