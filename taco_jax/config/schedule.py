@@ -69,7 +69,7 @@ class Schedule:
         return min(self.microbatches, 2 * self.stages - 1) if self.kind == "1f1b" else self.microbatches
 
     def shares_head(self, sequences: int, vocabulary: int, tp: int) -> bool:
-        """Whether each stage takes a part of the loss of so many sequences, which come from the last stage.
+        """Returns whether each stage takes a part of the loss of so many sequences, which come from the last stage.
 
         Not with 1f1b, whose last stage takes the loss while the others run their layers again.
         """

@@ -152,7 +152,7 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
 
 
 class LayerLoop(NamedTuple):
-    """What a loop over layers repeats.
+    """A loop over layers.
 
     enter: x_BLD -> what layers carry. layer: (carried, a layer's parameters, its sites' scales, whether it has the
     sliding window or None) -> carried. leave: carried -> the stream. chains: the parts of the batch, each a use of

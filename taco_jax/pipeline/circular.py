@@ -107,7 +107,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
 
 
 class _Layers(NamedTuple):
-    """What belongs to a stage's layers, each array [V, N, ...]; `windows` and `base` may be None."""
+    """A stage's layers and what belongs to them, each array [V, N, ...]; `windows` and `base` may be None."""
 
     params: Any
     slots: dict[str, jax.Array]
@@ -125,7 +125,7 @@ class _Layers(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What lies between the passes: of layers [R, N, ...], of all rounds of one [V, N, ...], of messages [T, ...]."""
+    """Residuals: of layers [R, N, ...], of all rounds of one [V, N, ...], of messages [T, ...]."""
 
     layers: list[jax.Array]
     fixed: list[jax.Array]
@@ -236,7 +236,8 @@ class _Stage:
         m, chunk = jnp.clip(m, 0, schedule.microbatches - 1), jnp.clip(chunk, 0, last_chunk)
         begins, ends = stages.is_first() & (chunk == 0), stages.is_last() & (chunk == last_chunk)
         # Every stage has an empty tick: nothing of the round of these is ever used, and it is finite.
-        return _Work(m, chunk, live, begins, live & ends, jnp.where(live, item, schedule.items))
+        place = jnp.where(live, item, schedule.items)
+        return _Work(m, chunk, live=live, begins=begins, ends=live & ends, round=place)
 
     def _layer(self, work: _Work, x_BLD: jax.Array) -> tuple[decoder.LayerLoop, Split]:
         """Returns the loop over a tick's layers, and one of them, for x_BLD or an array like it."""
@@ -257,12 +258,12 @@ class _Stage:
             return loop, Split(layer, loop.enter(x_BLD), *self._of(work.chunk, 0), hoist=hoist)
 
     def _of(self, chunk, n):
-        """What belongs to a layer: (differentiated, others)."""
+        """Returns (differentiated, others) of one layer."""
         pick = lambda a: _at(a, chunk, n)
         return jax.tree.map(pick, self.layers.differentiated), jax.tree.map(pick, self.layers.others)
 
     def _fixed(self, layer: Split) -> list[jax.Array]:
-        """What all rounds of a layer have in common, for all layers."""
+        """Returns what all rounds of a layer have in common, for all layers."""
         chunks = self.schedule.chunks
         every = jnp.arange(chunks * self.depth)
         one = lambda _, i: (None, layer.fixed(*self._of(i // self.depth, i % self.depth)))

@@ -255,8 +255,8 @@ MUTANTS = (
         "residuals-of-rounds",
         "a stage keeps the residuals of its last microbatch for all",
         "taco_jax/pipeline/circular.py",
-        "return _Work(m, chunk, live, begins, live & ends, jnp.where(live, item, schedule.items))",
-        "return _Work(m, chunk, live, begins, live & ends, jnp.where(live, 0, schedule.items))",
+        "place = jnp.where(live, item, schedule.items)",
+        "place = jnp.where(live, 0, schedule.items)",
         ("tests/pipeline/test_pipeline.py -k 'gradients_equal and gpipe'",),
     ),
     Mutant(
