@@ -21,7 +21,6 @@ config = TrainConfig(
     accumulation=4,
     optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=700),
     steps=10_000,
-    remat="none",
     checkpoint=CheckpointConfig(every=1000),
     evaluation=EvalConfig(every=500),
     workdir="runs/gpt2_350m",

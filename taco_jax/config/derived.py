@@ -13,7 +13,7 @@ from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.compression.plan_file import feeds_back, is_plan_path
 from taco_jax.config.schedule import Schedule
-from taco_jax.config.settings import TrainConfig
+from taco_jax.config.settings import AUTO_REMAT, TrainConfig
 from taco_jax.errors import ConfigError
 
 LONG_SEQUENCE = 2048
@@ -53,11 +53,25 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "sums with error feedback are of whole sequences"
     if config.mesh.pp > 1:
         return True, f"each of the {tp} ranks of a stage sends 1/{tp} of its activations"
-    if config.remat != "none":
-        return False, f"remat {config.remat} leaves little memory to save"
+    if (mode := remat(config)[0]) != "none":
+        return False, f"remat {mode} leaves little memory to save"
     if length < LONG_SEQUENCE:
         return False, f"{length} tokens a sequence, below {LONG_SEQUENCE}"
     return True, f"{length} tokens a sequence: what is kept between layers takes 1/{tp} of the memory"
+
+
+def remat(config: TrainConfig) -> tuple[str, str]:
+    """Returns what the backward pass recomputes, and why.
+
+    With stages what is saved lies in memory for many microbatches, and to write and read it takes longer than to
+    compute all but the products again (experiments/results/stages_2gpus). 1F1B runs a stage again in any case; what
+    that saves is read at once.
+    """
+    if config.remat != AUTO_REMAT:
+        return config.remat, "as configured"
+    if config.mesh.pp > 1:
+        return "dots", "with stages it takes less time, and less memory, than to keep everything"
+    return "none", "no stages"
 
 
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:

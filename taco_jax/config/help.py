@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.d_model", "width"),
         ("lora.rank", "train low-rank adapters of so many columns, not the weights"),
         ("compute_dtype", "bfloat16, float32 or float16"),
-        ("remat", "what the backward pass recomputes: none, dots or full"),
+        ("remat", "what the backward pass recomputes: auto, none, dots or full"),
     ),
     "devices and messages": (
         ("mesh.tp", "devices that share every layer"),

@@ -26,6 +26,7 @@ ATTENTION = (None, "xla", "cudnn")
 COMPUTE_DTYPES = ("bfloat16", "float32", "float16")
 DISTRIBUTED = ("auto", "slurm", "env", "off")
 REMAT = ("none", "full", "dots")
+AUTO_REMAT = "auto"
 TOKEN_DTYPES = ("auto", "uint16", "uint32")
 OPTIMIZERS = ("adamw", "lion", "muon")
 GUARDS = (None, "off", "warn", "act")
@@ -432,8 +433,8 @@ class TrainConfig(Checked):
     """Type of activations and of weights at use: bfloat16, float32 or float16; master weights are float32."""
     sequence_parallel: bool | None = None
     """Keep activations between layers cut along the sequence; None: where it pays, which the dry run says, with why."""
-    remat: str = "none"
-    """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication."""
+    remat: str = "auto"
+    """What the backward pass recomputes: none, dots (all but products), full, or auto: dots with stages, else none."""
     chains: int = 1
     """Parts of a microbatch that go through each layer side by side: one sends while another computes; 1 is off."""
     loss_chunk: int | None = None
@@ -454,7 +455,7 @@ class TrainConfig(Checked):
         self.at_least(0, "seed")
         self.require(self.seed < 1 << 32, "seed", "must be below 2**32")
         self.one_of("compute_dtype", COMPUTE_DTYPES)
-        self.one_of("remat", REMAT)
+        self.one_of("remat", (AUTO_REMAT, *REMAT))
         self.one_of("attention_implementation", ATTENTION)
         self.one_of("distributed", DISTRIBUTED)
         self.above_0("gpu_memory_gb")

@@ -23,9 +23,9 @@ EXACT = as_codec("none")
 class SiteMessage:
     """A message of a site, `calls` times a step.
 
-    op: psum, psum_scatter, all_gather or ppermute. axis: tp, pp or dp; ranks: of it. elements: of the whole tensor,
-    size: bytes of each. codec: as configured; what goes exactly for its size is decided where it is timed. per_token:
-    width of a token, for codecs that have a scale for each. buckets: parts that travel one after the other.
+    op: psum, psum_scatter, all_gather, all_to_all or ppermute. axis: tp, pp or dp; ranks: of it. elements: of the whole
+    tensor, size: bytes of each. codec: as configured; what goes exactly for its size is decided where it is timed.
+    per_token: width of a token, for codecs that have a scale for each. buckets: parts that travel one after the other.
     """
 
     site: str
@@ -65,6 +65,7 @@ def training(config: TrainConfig) -> list[SiteMessage]:
         ticks = schedule.forward_ticks if schedule.kind != "1f1b" else schedule.microbatches
         layers //= schedule.chunks
         again = 2 if schedule.kind == "1f1b" else 1
+    shares_head = schedule is not None and schedule.shares_head(sequences, model.vocab_size, mesh.tp)
     calls = layers * config.chains * ticks * config.accumulation
     out: list[SiteMessage] = []
 
@@ -96,6 +97,8 @@ def training(config: TrainConfig) -> list[SiteMessage]:
         site("embed", False, *ends, again)
         for name, entering in ((QKV, True), (OUT, False), (UP, True), (DOWN, False)):
             site(name, entering, of_layer, calls, again)
+        if shares_head:
+            ends = (ends[0] // mesh.pp, ends[1])
         site("head", True, *ends)
         tokens = ends[0] // model.d_model
         chunks = math.ceil(tokens / (config.loss_chunk or CHUNK))
@@ -110,6 +113,10 @@ def training(config: TrainConfig) -> list[SiteMessage]:
             out.append(
                 SiteMessage("pp/act", direction, "ppermute", axis="pp", ranks=mesh.pp, per_token=model.d_model, **sent)
             )
+        if shares_head:
+            sent = {"elements": stage * microbatches, "size": size, "calls": config.accumulation}
+            for direction in ("forward", "backward"):
+                out.append(SiteMessage("pp/head", direction, "all_to_all", axis="pp", ranks=mesh.pp, **sent))
         ends = Shard(model, mesh.tp).end_weights + model.d_model
         shared = {"elements": ends, "size": 4, "calls": 1, "kind": "other"}
         out.append(SiteMessage("pp/grads", "backward", "psum", axis="pp", ranks=mesh.pp, **shared))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from taco_jax.codec import as_codec
 from taco_jax.collectives.comm_log import share_sent
-from taco_jax.config import TrainConfig, microbatch, pipeline_schedule, sequence_parallel, with_compression
+from taco_jax.config import TrainConfig, microbatch, pipeline_schedule, remat, sequence_parallel, with_compression
 from taco_jax.config.checks import check
 from taco_jax.errors import ConfigError
 from taco_jax.forecast import messages, work
@@ -186,13 +186,14 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     sequences = microbatch(config) // config.chains
     shape = {"fused_attention": fused, "size": size, "sp": sp}
     layer = work.layer_forward(shard, sequences, length, **shape)
-    if config.remat != "none":
+    mode, _ = remat(config)
+    if mode != "none":
         again = work.layer_forward(shard, sequences, length, "again", sums=False, **shape)
-        layer += again if config.remat == "full" else [w for w in again if w.kind != "product"]
+        layer += again if mode == "full" else [w for w in again if w.kind != "product"]
     if schedule is not None and schedule.kind == "1f1b":
         layer += work.layer_forward(shard, sequences, length, "again", **shape)
     layer += work.layer_backward(shard, sequences, length, **shape)
-    layer += work.layer_weights(shard, 2 if config.remat != "none" else 1, size)
+    layer += work.layer_weights(shard, 2 if mode != "none" else 1, size)
     layers = model.n_layers // mesh.pp
     microbatches = 1 if schedule is None else schedule.microbatches
     calls = layers * config.chains * microbatches * config.accumulation
@@ -200,7 +201,10 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     in_ticks = schedule is not None and schedule.kind == "1f1b"
     at_the_ends = microbatches if in_ticks else 1
     tokens = microbatch(config) * microbatches * length // at_the_ends
-    timer.work(work.head_loss(shard, tokens, config.loss_chunk, size), at_the_ends * config.accumulation)
+    shares = 1
+    if schedule is not None and schedule.shares_head(tokens // length, model.vocab_size, mesh.tp):
+        shares = schedule.stages
+    timer.work(work.head_loss(shard, tokens // shares, config.loss_chunk, size), at_the_ends * config.accumulation)
     timer.work(work.embed(shard, tokens, size), at_the_ends * config.accumulation)
     parameters = shard.parameters(layers)
     # Before the optimizer: its memory traffic is in no tick.

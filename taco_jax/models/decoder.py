@@ -12,8 +12,8 @@ Dims: B batch, L length (L / tp between matrix products under sequence paralleli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,12 +115,16 @@ def embed(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Parall
 
 
 def layers(stacked: Params, x_BLD: jax.Array, length: int, config: ModelConfig, **others: Any) -> jax.Array:
-    """The x_BLD of `through_layers`, for stages.
+    """The x_BLD of `through_layers`, for stages."""
+    return without_errors(through_layers(stacked, x_BLD, length, config, **others))
+
+
+def without_errors(stream: ResidualStream) -> jax.Array:
+    """The x_BLD of a stream that leaves a stage.
 
     Raises:
       ValueError: gradients' sums are to take errors along, which stages do not hand on.
     """
-    stream = through_layers(stacked, x_BLD, length, config, **others)
     if stream.carrier_BLD is not None:
         raise ValueError("backward_error_feedback=True: stages hand no errors on; leave it out, or use no stages")
     return stream.x_BLD
@@ -136,31 +140,58 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
       documents_BL: as in `documents`, of the whole sequence.
       windows: which of the layers have the sliding window, as in `windows_of`; by default `stacked` are all layers.
     """
-    both = sublayers(config, par, causal(config, par))
-    parts = chain_count(len(x_BLD), par.chains)
-    of_chains = split_batch(documents_BL, parts) if documents_BL is not None else (None,) * parts
-    shared = [contexts(config, jnp.arange(length), own_BL) for own_BL in of_chains]
     windows = windows_of(config) if windows is None else windows
-    in_context = lambda sliding: tuple(make(sliding) for make in shared)
+    loop = layer_loop(len(x_BLD), length, config, par, documents_BL=documents_BL)
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
-    with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
+    with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * loop.chains):
+        one = lambda carried, of: (loop.layer(carried, *of), None)
+        carried, _ = lax.scan(one, loop.enter(x_BLD), (stacked, layer_state, windows))
+    return loop.leave(carried)
+
+
+class LayerLoop(NamedTuple):
+    """A loop over layers.
+
+    enter: x_BLD -> what layers carry. layer: (carried, a layer's parameters, its sites' scales, whether it has the
+    sliding window or None) -> carried. leave: carried -> the stream. chains: the parts of the batch, each a use of
+    every site.
+    """
+
+    enter: Callable[[jax.Array], Any]
+    layer: Callable[[Any, Any, State, Any], Any]
+    leave: Callable[[Any], ResidualStream]
+    chains: int
+
+
+def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
+               documents_BL: jax.Array | None = None) -> LayerLoop:  # fmt: skip
+    """Returns the loop of `through_layers` for x_BLD of `batch` sequences."""
+    both = sublayers(config, par, causal(config, par))
+    parts = chain_count(batch, par.chains)
+    of_chains = split_batch(documents_BL, parts) if documents_BL is not None else (None,) * parts
+    shared = [contexts(config, jnp.arange(length), own_BL) for own_BL in of_chains]
+    in_context = lambda sliding: tuple(make(sliding) for make in shared)
+
+    def enter(x_BLD):
         column_sites = (*(sublayer.in_site for sublayer in both), "head")
         stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both), column_sites)
-        if stream.error_BLD is not None or stream.carrier_BLD is not None:
-            # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
-            layer = remat(one_chain_layer(both, par), par.remat)
-            one = lambda s, of: (layer(s, *of[:2], in_context(of[2])[0]), None)
-            return lax.scan(one, stream, (stacked, layer_state, windows))[0]
-        if parts > 1 and not par.sequence_parallel:
-            layer = overlapped_layer(both, par)
-        else:
-            layer = remat(chained_layer(both, par), par.remat)
-        xs = split_batch(x_BLD, parts)
-        one = lambda xs, of: (layer(xs, *of[:2], in_context(of[2])), None)
-        xs, _ = lax.scan(one, xs, (stacked, layer_state, windows))
-    return ResidualStream(join_batch(xs))
+        carries_errors = stream.error_BLD is not None or stream.carrier_BLD is not None
+        return stream if carries_errors else split_batch(x_BLD, parts)
+
+    def layer(carried, params, state, sliding):
+        if isinstance(carried, ResidualStream):
+            return remat(one_chain_layer(both, par), par.remat)(carried, params, state, in_context(sliding)[0])
+        overlaps = parts > 1 and not par.sequence_parallel
+        in_chains = overlapped_layer(both, par) if overlaps else remat(chained_layer(both, par), par.remat)
+        return in_chains(carried, params, state, in_context(sliding))
+
+    def leave(carried):
+        # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
+        return carried if isinstance(carried, ResidualStream) else ResidualStream(join_batch(carried))
+
+    return LayerLoop(enter, layer, leave, parts)
 
 
 def sublayers(

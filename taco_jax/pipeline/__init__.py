@@ -5,8 +5,8 @@ loss of a batch under any schedule, and what goes with it.
 """
 
 from taco_jax.config.schedule import SCHEDULES, Schedule
-from taco_jax.pipeline.circular import evaluate, loss
-from taco_jax.pipeline.one_f1b import value_and_grad
+from taco_jax.pipeline import circular, one_f1b
+from taco_jax.pipeline.circular import evaluate
 from taco_jax.pipeline.send import AXIS, SITE, plan
 from taco_jax.pipeline.stages import sum_over_stages
 
@@ -16,8 +16,13 @@ __all__ = [
     "SITE",
     "Schedule",
     "evaluate",
-    "loss",
     "plan",
     "sum_over_stages",
     "value_and_grad",
 ]
+
+
+def value_and_grad(*arguments, base=None):
+    """`circular.value_and_grad`, or `one_f1b.value_and_grad`, as the last of the arguments, the schedule, says."""
+    module = one_f1b if arguments[-1].kind == "1f1b" else circular
+    return module.value_and_grad(*arguments, base=base)

@@ -60,6 +60,11 @@ def in_chunks(layers: Any, schedule: Schedule) -> Any:
     return layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[None], layers)
 
 
+def out_of_chunks(layers: Any, schedule: Schedule) -> Any:
+    """The inverse of `in_chunks`."""
+    return layers if schedule.chunks > 1 else jax.tree.map(lambda leaf: leaf[0], layers)
+
+
 def own(a: jax.Array, chunks: int) -> jax.Array:
     """The part of [n_layers, ...] that belongs to this stage, [V, N, ...].
 
@@ -79,6 +84,20 @@ def own_windows(config: ModelConfig, chunks: int) -> jax.Array | None:
     """Which of this stage's layers have the sliding window, [V, N]; None where all layers are alike."""
     windows = windows_of(config)
     return None if windows is None else own(windows, chunks)
+
+
+def own_share(a_B: jax.Array, schedule: Schedule) -> jax.Array:
+    """This stage's part of a batch that all stages have, [B / S, ...]."""
+    size = len(a_B) // schedule.stages
+    return lax.dynamic_slice_in_dim(a_B, lax.axis_index(AXIS) * size, size)
+
+
+def share_of_last(y_BLD: jax.Array, schedule: Schedule) -> jax.Array:
+    """`own_share` of a batch that the last stage alone has. One exact message, and one of its gradient."""
+    y_SBLD = y_BLD.reshape(schedule.stages, -1, *y_BLD.shape[1:])
+    for direction in ("forward", "backward"):
+        comm_log.exact("pp/head", direction, "all_to_all", AXIS, y_SBLD, kind="activation")
+    return lax.all_to_all(y_SBLD, AXIS, split_axis=0, concat_axis=0)[-1]
 
 
 def sum_over_stages(total: jax.Array, grads: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:

@@ -20,7 +20,7 @@ from pallas_kernels.nvlink.support import OPERATIONS as LINK_OPERATIONS
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
-from taco_jax.config import ConfigError, TrainConfig, microbatch, sequence_parallel, to_dict
+from taco_jax.config import ConfigError, TrainConfig, microbatch, remat, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
 from taco_jax.train import optim
 from taco_jax.train import step as step_lib
@@ -197,6 +197,7 @@ def _pipeline_text(program: step_lib.Program) -> str:
         f"  microbatches {s.microbatches} of {microbatch(program.config)} sequences{times}",
         f"  bubble       {s.bubble:.1%} of a stage's time, {s.ticks} ticks",
         f"  in flight    {s.in_flight} microbatches on a stage at most{again}",
+        "  remat        {} ({})".format(*remat(program.config)),
         *(["  link         NCCL's: link=auto takes no NVLink kernels in stages"] if c.link == "auto" else []),
     ]
     return "\n".join(lines)

@@ -36,6 +36,7 @@ from taco_jax.config import (
     ConfigError,
     TrainConfig,
     pipeline_schedule,
+    remat,
     sequence_parallel,
     site_compression,
     with_codecs,
@@ -167,7 +168,7 @@ class Program:
         self.parallel = Parallel(
             plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
-            remat=config.remat,
+            remat=remat(config)[0],
             chains=config.chains,
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
@@ -443,14 +444,13 @@ class Program:
             nll, _ = self._loss(lora.join(base, params), exponents, slots, tokens_BL, ones)
             return nll / predicted
 
-        def one_f1b(params, slots, tokens_BL):
+        def of_stages(params, slots, tokens_BL):
             batch = tokens_BL[:, :-1], tokens_BL[:, 1:], jnp.ones(tokens_BL[:, 1:].shape)
             model = self.config.model, self.parallel, self.schedule_of_stages
             arguments = (params, slots, exponents, *batch, 1 / predicted, *model)
             return pipeline.value_and_grad(*arguments, base=base)
 
-        explicit = self.schedule_of_stages is not None and self.schedule_of_stages.kind == "1f1b"
-        return one_f1b if explicit else jax.value_and_grad(loss, argnums=(0, 1))
+        return jax.value_and_grad(loss, argnums=(0, 1)) if self.schedule_of_stages is None else of_stages
 
     def _eval(self, state: TrainState, batch):
         tokens = batch["tokens"]
@@ -460,7 +460,7 @@ class Program:
             params = lora.join(self._varying(base), self._varying(params))
 
             def microbatch(carry, batch):
-                result = self._loss(params, exponents, {}, *batch, pipelined=pipeline.evaluate)
+                result = self._loss(params, exponents, {}, *batch)
                 return jax.tree.map(jnp.add, carry, result), None
 
             # In the microbatches of a step: what can be trained can be validated.
@@ -473,13 +473,14 @@ class Program:
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
         return run(state.weights, state.base or {}, self._exponents(state), tokens, weights)
 
-    def _loss(self, params, exponents, slots, tokens_BL, weights_BL, pipelined=pipeline.loss):
+    def _loss(self, params, exponents, slots, tokens_BL, weights_BL):
+        """(sum of weighted nll in nats, sum of weights); of stages not to be differentiated."""
         scales = {site: SiteScales(exponents[site], slots.get(site)) for site in exponents}
         batch = tokens_BL[:, :-1], tokens_BL[:, 1:], to_varying(weights_BL, "dp")
         model = self.config.model, self.parallel, scales
         if self.schedule_of_stages is None:
             return decoder.loss(params, *batch, *model)
-        return pipelined(params, *batch, *model, self.schedule_of_stages)
+        return pipeline.evaluate(params, *batch, *model, self.schedule_of_stages)
 
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
         calibrated = state.step >= self.config.compression.calibration_steps

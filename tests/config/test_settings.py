@@ -20,6 +20,7 @@ from taco_jax.config import (
     cli,
     flatten,
     keys,
+    remat,
     sequence_parallel,
     to_dict,
 )
@@ -248,6 +249,20 @@ def test_sequence_parallelism_is_on_where_it_pays(changes, on, why):
     config = dataclasses.replace(TrainConfig(data=DataConfig(sequence_length=2048)), **changes)
     got, reason = sequence_parallel(config)
     assert got is on and why in reason
+
+
+@pytest.mark.parametrize(
+    "changes, mode, why",
+    [
+        ({}, "none", "no stages"),
+        ({"mesh": MeshConfig(pp=2)}, "dots", "with stages"),
+        ({"mesh": MeshConfig(pp=2), "remat": "none"}, "none", "as configured"),
+        ({"remat": "full"}, "full", "as configured"),
+    ],
+)
+def test_what_the_backward_pass_recomputes(changes, mode, why):
+    got, reason = remat(TrainConfig(**changes))
+    assert got == mode and why in reason
 
 
 def test_names_shared_with_other_modules():

@@ -151,8 +151,8 @@ MUTANTS = (
         "documents-of-stages",
         "a stage masks each microbatch by the documents of the first",
         "taco_jax/pipeline/circular.py",
-        "documents(lax.dynamic_index_in_dim(tokens_MBL, m, keepdims=False), par.end_token)",
-        "documents(tokens_MBL[0], par.end_token)",
+        "tokens_BL = _at(self.tokens_MBL, work.microbatch)",
+        "tokens_BL = self.tokens_MBL[0]",
         ("tests/models/test_masks.py -k 'stages and circular'",),
     ),
     Mutant(

@@ -36,6 +36,9 @@ CASES = {
         {"tp": 2}, QWEN3, compression=CompressionConfig("taco", "taco", plan={"layers/mlp/*": "int8h:int4h"})
     ),
     "gpipe": config({"pp": 2, "tp": 2}, pipeline=PipelineConfig(microbatches=4)),
+    "shared head": config(
+        {"pp": 2}, dataclasses.replace(WIDE, vocab_size=20_000), pipeline=PipelineConfig(microbatches=4)
+    ),
     "1f1b": config({"pp": 2, "tp": 2}, pipeline=PipelineConfig(schedule="1f1b", microbatches=4)),
     "circular": config(
         {"pp": 2, "tp": 2},

@@ -136,6 +136,7 @@ def test_dry_run():
         "  stages       2 of 2 layers, in 2 chunks each",
         "  microbatches 4 of 4 sequences, 2 times a step",
         "  bubble       11.1% of a stage's time, 9 ticks",
+        "  remat        dots (with stages it takes less time, and less memory, than to keep everything)",
         "  link         NCCL's: link=auto takes no NVLink kernels in stages",
     ):
         assert line in text.splitlines(), line
