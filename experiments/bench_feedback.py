@@ -109,18 +109,18 @@ def played(codec, x, w, error):
 
 def played_with_feedback(codec, x, w, error):
     x_S, rank = (x @ w + error).reshape(-1), jnp.int32(1)
-    y_S, share, wires, wire = _hops(codec, x_S)
+    y_S, share, (wires, _, lost), wire = _hops(codec, x_S, dispatch.encode_with_residual)
     message = Message("tp", every_size(codec), codec)
-    lost = all_reduce.residual_of_share(message, share, wires, x_S, rank, None, wire)
-    return y_S, all_reduce.residual_of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
+    of_sum = all_reduce.residual_of_share(message, share, wires, x_S, rank, None, wire)
+    return y_S, all_reduce.join_residuals([share], [lost], (rank, [of_sum]))
 
 
-def _hops(codec, x_S):
+def _hops(codec, x_S, encode=dispatch.encode):
     share = dispatch.Geometry(x_S.size, PLAYED, chunk_elements(codec, x_S.size, PLAYED))
-    wires, _ = dispatch.encode(codec, share, x_S)
+    sent = wires, *_ = encode(codec, share, x_S)
     wire, _ = dispatch.reduce_encode(codec, share, wires, x_S, jnp.int32(1))
     gathered = jnp.broadcast_to(wire, (PLAYED, *wire.shape))
-    return dispatch.decode_chunks(codec, [share], [gathered], x_S.dtype), share, wires, wire
+    return dispatch.decode_chunks(codec, [share], [gathered], x_S.dtype), share, sent, wire
 
 
 def write(args, ranks: int, results: dict) -> None:

@@ -69,12 +69,31 @@ class EncodeScratch(NamedTuple):
     x_full: Any  # [W S]
 
 
+class ResidualScratch(NamedTuple):
+    """Budget of `encode` that leaves the residual: that of `EncodeScratch`, and what is written back.
+
+    | resource | count | int4h in bfloat16: W = 2, S = 3 |
+    |---|---|---|
+    | errors_s | W tiles of x's dtype | 2 x 16,384 bytes |
+    """
+
+    x_s: Any
+    matrices_s: Any
+    codes_s: Any
+    scales_s: Any
+    matrices_full: Any
+    x_full: Any
+    errors_s: Any  # [W, 64, row]
+
+
 BUFFERS = 2  # of outgoing tiles: one is written while the other one is copied
 
 
-def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.Array, jax.Array]:
+def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0), error_rows: int = 0) -> tuple[jax.Array, ...]:
     """Encodes rows [R, row] of all messages, missing ones zero: (wires uint8[P, W], largest |z| as bits int32[*, 4]).
 
+    error_rows: of the residual x - decode(wires), which is then returned too, in x's dtype[error_rows, row] of messages
+    that lie side by side.
     exponents: int32[1], or int32[P] for scale "site", or None. seed: uint32[2] or None. offsets: as of
     `tile_codec.rounding_noise`. One worker, a warpgroup:
 
@@ -88,21 +107,24 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
                 scale = block_scale(amax)
                 cast_and_pack(z / scale)
             store: codes through codes_s by a copy, scale bytes from registers
+            with residuals: errors_s = x_s - scale * unrotate(codes_s), by a copy; only then is the slot free
         put the largest |z| of all tiles
     """
     tiling.check_alignment()
     rotator = rotation.Rotator(tiling, rotation.operand_dtype(x_RC.dtype))
     inputs = CodecInputs(tiling, exponents, seed)
     stage_bytes = TILE_ROWS * tiling.row_elements * x_RC.dtype.itemsize
-    # Two warpgroups saturate HBM (H100). Unrotated sub-8-bit codes are ALU-bound, so they get four.
-    most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
+    # Two warpgroups saturate HBM (H100). Unrotated sub-8-bit codes are ALU-bound, so they get four, and three where x
+    # and its values are in registers at the same time.
+    most = (3 if error_rows else 4) if not rotator.active and tiling.fmt.bits < 8 else 2
+    out_bytes = WireWriter.scratch_bytes(tiling, BUFFERS) + (stage_bytes if error_rows else 0)
     workers, stages = pipeline.fit(
-        tiling, rotator.bytes, stage_bytes, WireWriter.scratch_bytes(tiling, BUFFERS), stages=(3, 2), enough=most,
-        most=most, may_be_dynamic=True,
-    )  # fmt: skip
+        tiling, rotator.bytes, stage_bytes, out_bytes, stages=(3, 2), enough=most, most=most, may_be_dynamic=True
+    )
+    x_transforms = rotation.transforms(x_RC.dtype, tiling.chunk)
     warpgroups, width = workers.warpgroups, WireWriter.tensor_width(tiling)
 
-    def encode_tiles(scheduler, s: EncodeScratch, x_g, matrices_g, exponents_g, seed_g, wires_g, maxima_g):
+    def encode_tiles(scheduler, s, x_g, matrices_g, exponents_g, seed_g, wires_g, maxima_g, *errors_g):
         wg = workers.warpgroup()
         rotator.load(matrices_g, s.matrices_s, s.matrices_full, wg)
         writer = WireWriter(
@@ -119,12 +141,32 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             message, row = tiling.locate(tile)
             plgpu.barrier_wait(s.x_full.at[wg * stages + slot])
             z = rotator.rotate(s.x_s.at[wg, slot], s.matrices_s)
-            free()
+            if not errors_g:
+                free()
             noise = inputs.noise(seed_g, message, row, offsets)
             buffer = writer.free_buffer(parity)
             found, scale_planes = encode_tile(tiling, z, writer.exponent(message), noise, buffer)
             writer.store(message, row, buffer, scale_planes)
+            if errors_g:
+                scales = decoded_scales(tiling, scale_planes, writer.exponent(message))
+                put_residual(message, row, s.x_s.at[wg, slot], buffer, scales)
+                free()
             return jnp.maximum(largest, found)
+
+        def put_residual(message, row, x_s, buffer, scales):
+            codes = tile_codec.load_codes(
+                tiling, buffer, jnp.float16 if rotator.active else jnp.float32, swizzled=width is not None
+            )
+            values = tile_codec.scale_rows(tiling, rotator.unrotate_codes(codes, s.matrices_s), scales)
+            # Its last copy came before that of the codes.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            xs = tile_codec.load_values(tiling, x_s)
+            # In the dtype of x, as `decode` returns them.
+            errors = [x - v.astype(x_RC.dtype).astype(jnp.float32) for x, v in zip(xs, values)]
+            out = s.errors_s.at[wg]
+            tile_codec.store_tile(tiling, out, [e.astype(x_RC.dtype) for e in errors], x_transforms)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, errors_g[0].at[pl.ds(message * tiling.rows + row, TILE_ROWS)])
 
         def begin():
             writer.fill()
@@ -138,7 +180,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     shape = (warpgroups, stages, TILE_ROWS, tiling.row_elements)
     codes_s, scales_s = WireWriter.scratch(tiling, warpgroups, BUFFERS, width)
     scratch = EncodeScratch(
-        x_s=plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk)),
+        x_s=plgpu.SMEM(shape, x_RC.dtype, transforms=x_transforms),
         matrices_s=rotator.scratch,
         codes_s=codes_s,
         scales_s=scales_s,
@@ -146,10 +188,23 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         x_full=plgpu.Barrier(num_barriers=warpgroups * stages),
     )
     out_type = [WireWriter.out_type(tiling, width), WireWriter.maxima_type(workers)]
-    wires, bits = pipeline.call(
+    if error_rows:
+        errors_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row_elements), x_RC.dtype, transforms=x_transforms)
+        scratch = ResidualScratch(*scratch, errors_s)
+        out_type.append(jax.ShapeDtypeStruct((error_rows, tiling.row_elements), x_RC.dtype))
+        encode_tiles.__name__ = "encode_tiles_with_residual"
+    wires, *others = pipeline.call(
         encode_tiles, [x_RC, rotator.operand, *inputs.arrays], out_type, scratch=scratch, workers=workers
     )
-    return wires.reshape(tiling.geometry.messages, -1), bits
+    return wires.reshape(tiling.geometry.messages, -1), *others
+
+
+def decoded_scales(tiling: Tiling, scale_planes: list, exponent) -> list:
+    """Returns the scales of a tile's blocks as a decoder reads them from these bytes, as `WireReader.scales`."""
+    fmt = tiling.fmt
+    if fmt.scale == "site":
+        return [tile_codec.read_scales(fmt, [(exponent + 127) & 0xFF], None)] * tiling.blocks_per_row
+    return [tile_codec.read_scales(fmt, planes, exponent) for planes in scale_planes]
 
 
 def largest_scale(bits: jax.Array, tiling: Tiling) -> jax.Array:

@@ -36,6 +36,10 @@ MAX_RANKS = 16
 MAX_MESSAGE_BYTES = 2**31 - 1  # offsets are int32
 
 
+# The operation of `encode_with_residual`, as `why_unsupported` takes it.
+RESIDUAL = "encode with residual"
+
+
 @dataclass(frozen=True)
 class Tiling:
     """One operation's tiles. `interpret` is what `plgpu.kernel` takes: None on a GPU.
@@ -139,7 +143,7 @@ class Tiling:
 
 
 def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
-    """Returns why `operation` (encode, reduce, decode) has no kernel; None where it has. Needs no GPU.
+    """Returns why `operation` (encode, `RESIDUAL`, reduce, decode) has no kernel; None where it has. Needs no GPU.
 
     geometry: or a count of elements.
     """
@@ -169,8 +173,8 @@ def _least_smem_bytes(fmt: Format, operation: str, dtype: str, messages: int) ->
     # A block of 256 is two halves: of its four matrices three are alike, or with signs two.
     distinct = {"none": 0, "hadamard": 2, "signed_hadamard": 3}[fmt.rotation] if fmt.block == 256 else 1
     matrices = (distinct * min(fmt.block, 128) ** 2 if fmt.rotation != "none" else 64 * 64) * 2
-    if operation == "encode":
-        return matrices + 2 * tile + 2 * codes + scales
+    if operation in ("encode", RESIDUAL):
+        return matrices + (3 if operation == RESIDUAL else 2) * tile + 2 * codes + scales
     if operation == "decode":
         return matrices + 2 * codes + 2 * tile
     return matrices + max(1, messages - 1) * codes + 2 * tile + scales

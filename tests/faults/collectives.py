@@ -263,10 +263,18 @@ MUTANTS = (
     Mutant(
         "feedback-sign",
         "the error of a sum is fed back with the wrong sign",
-        "taco_jax/collectives/all_reduce.py",
-        "error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)",
-        "error_S = (decoded_S - x_S.astype(jnp.float32)).astype(x_S.dtype)",
+        "taco_jax/compression/dispatch.py",
+        "(pieces.astype(jnp.float32) - decoded).astype(x_S.dtype)",
+        "(decoded - pieces.astype(jnp.float32)).astype(x_S.dtype)",
         ("tests/collectives/test_error_feedback.py -k what_went_in",),
+    ),
+    Mutant(
+        "residual-chunks",
+        "residuals of the chunks of a message are joined as if each were a share of it",
+        "taco_jax/collectives/all_reduce.py",
+        "jnp.concatenate([piece.reshape(p, -1) for piece in lost], axis=1)",
+        "jnp.concatenate(lost)",
+        ("tests/pallas_kernels/test_residual.py -k jnp",),
     ),
     Mutant(
         "feedback-second-hop",
