@@ -130,12 +130,11 @@ LIMITS = {
         ("lora.rank", None, "adapters join a product before its sum"),
     ),
     "error_feedback": (
-        ("chains", 1, "the sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
         ("model.post_norms", False, "the error of a sum does not pass the normalisation behind it"),
     ),
     "backward_error_feedback": (
-        ("chains", 1, "the sums of one chain take errors along"),
+        ("chains", 1, "the gradients' sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
         ("mesh.pp", 1, "stages hand no errors on"),
     ),

@@ -103,9 +103,9 @@ class CompressionConfig(Checked):
     with_product: bool = False
     """Sums over NVLink in the kernel of the product before them, where both can (tp 2 or 4, one chain, no stages)."""
     error_feedback: bool = False
-    """Forward sums take along what the one before lost: for 4 bits (one chain, whole sequences, not over NVLink)."""
+    """Forward sums take along what the one before lost: for 4 bits (whole sequences, not over NVLink)."""
     backward_error_feedback: bool = False
-    """Experimental: gradients' sums take along what the one before lost (as error_feedback; no stages)."""
+    """Experimental: gradients' sums take along what the one before lost (as error_feedback; one chain, no stages)."""
     history: int = 16
     """Steps whose block-scale maxima set a site scale."""
     calibration_steps: int = 2

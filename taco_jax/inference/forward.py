@@ -18,12 +18,12 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
-from taco_jax.inference.settings import ROWS, Layout
+from taco_jax.inference.settings import ROWS, Chains, Layout
 from taco_jax.models import decoder
 from taco_jax.models.attention import causal, contexts, windows_of
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.overlap import one_chain_layer
+from taco_jax.models.overlap import LAYERS_A_BODY, join_streams, one_chain_layer, prompt_layer, split_stream
 from taco_jax.models.projections import ResidualStream, finish_stream, init_stream
 
 
@@ -42,23 +42,64 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
 def prompt_stream(params, tokens_BL: jax.Array, slots: int, config: ModelConfig,
                   layout: Layout) -> tuple[ResidualStream, KVCache]:  # fmt: skip
     """(the stream behind the last layer, the cache) of `prefill`."""
-    par = layout.par
-    params = decoder.use_replicated_params(params, config, par)
-    context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
+    params = decoder.use_replicated_params(params, config, layout.par)
+    x_BLD = decoder.embed(params, tokens_BL, config, layout.par, {})
+    stream, chains = stream_of(x_BLD, layout), layout.chains_of(config, *tokens_BL.shape)
+    make = _whole_layer if chains.count == 1 else _chained_layer
+    streams = split_stream(stream, chains.count, chains.dim)
+    layer, unroll = make(config, layout, chains, tokens_BL.shape[1]), 1 if chains.count == 1 else LAYERS_A_BODY
+    streams, (keys, values) = scan_layers(layer, streams, params["layers"], layout, unroll)
+    return join_streams(streams, chains.dim), kv.filled(keys, values, slots)
 
-    def layer(stream, index, of_layer, sites_of):
+
+def _whole_layer(config: ModelConfig, layout: Layout, chains: Chains, length: int) -> Callable:
+    """Returns the layer of whole prompts, for `scan_layers`."""
+    context = contexts_by_layer(config, jnp.arange(length))
+
+    def layer(streams, index, of_layer, sites_of):
         kept = []
 
         def attend(q_BLNH, k_BLKH, v_BLKH, context):
             kept.extend((k_BLKH, v_BLKH))
-            return causal(config, par)(q_BLNH, k_BLKH, v_BLKH, context)
+            return causal(config, layout.par)(q_BLNH, k_BLKH, v_BLKH, context)
 
-        stream = _layer(stream, of_layer, context(index), config, layout=layout, attend=attend, sites_of=sites_of)
-        return stream, tuple(kept)
+        (stream,), here = streams, context(index)
+        stream = _layer(stream, of_layer, here, config, layout=layout, attend=attend, sites_of=sites_of)
+        return (stream,), tuple(kept)
 
-    x_BLD = decoder.embed(params, tokens_BL, config, par, {})
-    stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
-    return stream, kv.filled(keys, values, slots)
+    return layer
+
+
+def _chained_layer(config: ModelConfig, layout: Layout, chains: Chains, length: int) -> Callable:
+    """Returns the layer of prompts in chains: parts of the batch, or of each sequence, one behind the other.
+
+    A part of a sequence sees the keys of those before it, which the layer has computed when its turn comes.
+    """
+    n, of_sequence = chains.count, chains.dim == 1
+    size = length // n if of_sequence else length
+    starts = [i * size if of_sequence else 0 for i in range(n)]
+    contexts = [contexts_by_layer(config, jnp.arange(start, start + size)) for start in starts]
+    par = layout.par
+
+    def layer(streams, index, of_layer, sites_of):
+        kept = []
+
+        def attend(q_BLNH, k_BLKH, v_BLKH, context):
+            kept.append((k_BLKH, v_BLKH))
+            if not of_sequence or len(kept) == 1:
+                return causal(config, par)(q_BLNH, k_BLKH, v_BLKH, context)
+            k_BSKH, v_BSKH = (jnp.concatenate(parts, 1) for parts in zip(*kept))
+            start = k_BSKH.shape[1] - size
+            # A causal mask counts from the first query, in cuDNN too: zeros stand for the queries before.
+            q_BSNH = jnp.pad(q_BLNH, ((0, 0), (start, 0), (0, 0), (0, 0)))
+            return causal(config, par)(q_BSNH, k_BSKH, v_BSKH, context)[:, start:]
+
+        with comm_log.repeat(n):
+            run = prompt_layer([decoder.sublayers(config, par, attend, sites_of)] * n, par)
+        streams = run(streams, of_layer, layout.scales(), [context(index) for context in contexts])
+        return streams, tuple(jnp.concatenate(parts, chains.dim) for parts in zip(*kept))
+
+    return layer
 
 
 def last_logits(params, stream: ResidualStream, lengths_B: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:
@@ -95,8 +136,10 @@ def stream_of(x_BLD: jax.Array, layout: Layout) -> ResidualStream:
     return init_stream(x_BLD, layout.par, (f"{s.sites_of}/{row}" for s in layout.segments for row in ROWS))
 
 
-def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tuple[Any, Any]:
+def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout, unroll: int = 1) -> tuple[Any, Any]:
     """(carry, results stacked over all layers) of `layer(carry, index, parameters, its sites' prefix)`.
+
+    unroll: layers in the body of the loop.
 
     The parameters are indexed where they lie: cutting them into segments first would copy them.
     """
@@ -108,7 +151,7 @@ def scan_layers(layer: Callable, carry: Any, stacked: Any, layout: Layout) -> tu
             return layer(carry, index, of_layer, sites_of)
 
         with comm_log.repeat(segment.stop - segment.start):
-            carry, result = lax.scan(one, carry, jnp.arange(segment.start, segment.stop))
+            carry, result = lax.scan(one, carry, jnp.arange(segment.start, segment.stop), unroll=unroll)
         results.append(result)
     return carry, results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 

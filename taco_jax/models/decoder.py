@@ -27,13 +27,16 @@ from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.documents import documents, positions_in_documents
 from taco_jax.models.lora import Adapted, use_replicated_adapter
 from taco_jax.models.overlap import (
+    LAYERS_A_BODY,
     Sublayer,
     chain_count,
     chained_layer,
     join_batch,
+    join_streams,
     one_chain_layer,
     overlapped_layer,
     split_batch,
+    split_stream,
 )
 from taco_jax.models.params import count_params, init_params, param_specs
 from taco_jax.models.projections import ResidualStream, State, fed_column_input, init_stream
@@ -148,15 +151,18 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
     with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * parts):
         column_sites = (*(sublayer.in_site for sublayer in both), "head")
         stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both), column_sites)
-        if stream.error_BLD is not None or stream.carrier_BLD is not None:
+        overlaps = parts > 1 and not par.sequence_parallel and stream.carrier_BLD is None
+        if not overlaps and (stream.error_BLD is not None or stream.carrier_BLD is not None):
             # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
             layer = remat(one_chain_layer(both, par), par.remat)
             one = lambda s, of: (layer(s, *of[:2], in_context(of[2])[0]), None)
             return lax.scan(one, stream, (stacked, layer_state, windows))[0]
-        if parts > 1 and not par.sequence_parallel:
+        if overlaps:
             layer = overlapped_layer(both, par)
-        else:
-            layer = remat(chained_layer(both, par), par.remat)
+            one = lambda streams, of: (layer(streams, *of[:2], in_context(of[2])), None)
+            streams, _ = lax.scan(one, split_stream(stream, parts), (stacked, layer_state, windows), unroll=LAYERS_A_BODY)
+            return join_streams(streams)
+        layer = remat(chained_layer(both, par), par.remat)
         xs = split_batch(x_BLD, parts)
         one = lambda xs, of: (layer(xs, *of[:2], in_context(of[2])), None)
         xs, _ = lax.scan(one, xs, (stacked, layer_state, windows))

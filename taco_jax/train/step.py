@@ -44,6 +44,7 @@ from taco_jax.data.sources import end_token
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder, lora
 from taco_jax.models.attention import implementation, why_not_cudnn
+from taco_jax.models.chain_options import compiler_options
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
@@ -52,20 +53,6 @@ from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
 from taco_jax.train.state_layout import Stored
-
-# How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
-CHAIN_OPTIONS = {
-    # The sizes up to which XLA merges products of one matrix, and collectives: chains keep their own.
-    "xla_gpu_dot_merger_threshold_mb": 0,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
-    "xla_gpu_all_gather_combine_threshold_bytes": 0,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-    # XLA puts no more beside a message than its estimate of the message's time, and its own table of collectives was
-    # measured over NVLink: over a slower link most products would wait. Of a collective that the table has not, it
-    # supposes 5 ms: the message starts as soon as it can and ends when it is needed.
-    "xla_gpu_experimental_collective_perf_table_path": str(Path(__file__).with_name("unmeasured.pbtxt")),
-}
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +113,6 @@ def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> 
     planned.check_model(shape_of(config.model), names)
     fed = [name for name, site in planned.sites.items() if site.error_feedback]
     for key, value, limit in (
-        ("chains", config.chains, 1),
         ("sequence_parallel", sequence_parallel(config)[0], False),
         ("model.post_norms", config.model.post_norms, False),
     ):
@@ -345,15 +331,8 @@ class Program:
         return jax.jit(function, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
 
     def _compile(self, lowered):
-        return lowered.compile(compiler_options=self._compiler_options)
-
-    @property
-    def _compiler_options(self) -> dict[str, int | str] | None:
-        """CHAIN_OPTIONS with chains on a GPU. XLA_FLAGS have the last word."""
-        if self.config.chains == 1 or self.mesh.devices.flat[0].platform == "cpu":
-            return None
-        flags = os.environ.get("XLA_FLAGS", "")
-        return {name: value for name, value in CHAIN_OPTIONS.items() if f"--{name}=" not in flags}
+        platform = self.mesh.devices.flat[0].platform
+        return lowered.compile(compiler_options=compiler_options(self.parallel.chains, platform))
 
     @functools.cached_property
     def eval_step(self):

@@ -263,8 +263,8 @@ MUTANTS = (
         "chains-joined",
         "the chains of a batch are joined in reverse",
         "taco_jax/models/overlap.py",
-        "return xs[0] if len(xs) == 1 else jnp.concatenate(xs)",
-        "return jnp.concatenate(xs[::-1])",
+        "return xs[0] if len(xs) == 1 else jnp.concatenate(xs, dim)",
+        "return jnp.concatenate(xs[::-1], dim)",
         ("tests/models/test_overlap.py -k gradients_equal",),
     ),
     Mutant(
