@@ -45,8 +45,8 @@ def encode_with_residual(fmt: Format, geometry: Geometry, x_S, exponent=None, se
     """Encodes dtype[S] as `encode`, and returns what the wires lost too, in one pass: (wires, largest, x - decoded).
 
     The residual is x's dtype[S] of whole geometries, else dtype[P * n] of the messages side by side, of which what lies
-    beyond x has no meaning. It is that of `decode`, whose values are rounded to x's dtype. With a rotation, sums of 8-bit floats are made of
-    bfloat16 operands where `decode` takes float16; integers are exact in both.
+    beyond x has no meaning. It is that of `decode`, whose values are rounded to x's dtype. With a rotation, sums of
+    8-bit floats are made of bfloat16 operands where `decode` takes float16; integers are exact in both.
     """
     check_operands(fmt, geometry, x_S)
     check_seed(fmt, seed)

@@ -142,8 +142,9 @@ def store_codes(tiling: Tiling, planes: list, codes_s) -> None:
 def load_codes(tiling: Tiling, codes_s, dtype=jnp.float32, *, swizzled: bool = True) -> list[jax.Array]:
     """Returns the values of codes in memory [64, row_bytes], [64, chunk] arrays without the scales.
 
-    swizzled: the memory is, where the tiling says so. In global memory, which has no reshapes, codes are uint8[64 * row_bytes], and in `any_order`. Values are exact in
-    float32 and in float16, which the caller prefers; `dtype` is not promised.
+    swizzled: the memory is, where the tiling says so. In global memory, which has no reshapes, codes are
+    uint8[64 * row_bytes], and in `any_order`. Values are exact in float32 and in float16, which the caller prefers;
+    `dtype` is not promised.
     """
     fmt, interpret = tiling.fmt, tiling.interpret is not None
     width, chunk, block_bytes = layout.run_columns(fmt), tiling.chunk, fmt.block * fmt.bits // 8

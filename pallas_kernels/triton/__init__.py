@@ -17,6 +17,6 @@ from pallas_kernels.triton.operations import (
 )
 
 __all__ = [
-    "RESIDUAL", "decode", "decode_into", "encode", "encode_with_residual", "reduce_decode", "reduce_encode", "sum_decode",
-    "why_unsupported",
+    "RESIDUAL", "decode", "decode_into", "encode", "encode_with_residual", "reduce_decode", "reduce_encode",
+    "sum_decode", "why_unsupported",
 ]  # fmt: skip

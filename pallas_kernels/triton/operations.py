@@ -25,7 +25,6 @@ from pallas_kernels.formats import (
 from pallas_kernels.triton.launch import Launch, capability, launch, multiprocessors
 from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuning
 
-
 # The operation of `encode_with_residual`, as `why_unsupported` takes it.
 RESIDUAL = "encode"
 

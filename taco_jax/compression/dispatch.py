@@ -327,6 +327,6 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
-    "encode", "encode_with_residual", "implementation", "note", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
-    "without_format",
+    "encode", "encode_with_residual", "implementation", "note", "record", "reduce_decode", "reduce_encode",
+    "sum_decode", "to_format", "without_format",
 ]  # fmt: skip

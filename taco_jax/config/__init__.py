@@ -7,6 +7,7 @@ device_selection: the value of `--devices`.
 """
 
 from taco_jax.config.derived import (
+    chains,
     flatten,
     get,
     keys,
@@ -55,6 +56,7 @@ __all__ = [
     "microbatch",
     "parse_devices",
     "pipeline_schedule",
+    "chains",
     "sequence_parallel",
     "site_compression",
     "to_dict",

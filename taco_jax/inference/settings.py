@@ -75,7 +75,7 @@ class Segment(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """Parts of a prompt that go through each layer side by side, and the dim that is cut: 0 the batch, 1 the sequence."""
+    """Parts of prompts that go through each layer side by side. dim: what is cut, 0 the batch, 1 the sequences."""
 
     count: int = 1
     dim: int = 0
@@ -146,7 +146,9 @@ class Settings:
         if self.tp < 1:
             raise ConfigError(f"tp={self.tp!r}: must be at least 1")
         if self.chains is not None and (type(self.chains) is not int or self.chains < 1):
-            raise ConfigError(f"chains={self.chains!r}: must be a whole number of at least 1, or None for the link's own")
+            raise ConfigError(
+                f"chains={self.chains!r}: must be a whole number of at least 1, or None for the link's own"
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
 

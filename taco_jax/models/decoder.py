@@ -160,7 +160,9 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
         if overlaps:
             layer = overlapped_layer(both, par)
             one = lambda streams, of: (layer(streams, *of[:2], in_context(of[2])), None)
-            streams, _ = lax.scan(one, split_stream(stream, parts), (stacked, layer_state, windows), unroll=LAYERS_A_BODY)
+            streams, _ = lax.scan(
+                one, split_stream(stream, parts), (stacked, layer_state, windows), unroll=LAYERS_A_BODY
+            )
             return join_streams(streams)
         layer = remat(chained_layer(both, par), par.remat)
         xs = split_batch(x_BLD, parts)

@@ -59,7 +59,6 @@ from taco_jax.models.projections import (
 from taco_jax.models.run_config import Parallel, remat
 from taco_jax.tensor_parallel import start_sum, start_sum_with_feedback, to_varying
 
-
 LAYERS_A_BODY = 2
 """Layers in the body of a loop over layers in chains. The last message of a body overlaps with nothing."""
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +33,7 @@ from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_s
 from taco_jax.config import (
     ConfigError,
     TrainConfig,
+    chains,
     pipeline_schedule,
     sequence_parallel,
     site_compression,
@@ -53,6 +52,7 @@ from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
 from taco_jax.train.state_layout import Stored
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Program:
             plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
             remat=config.remat,
-            chains=config.chains,
+            chains=chains(config, mesh.devices.flat[0])[0],
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
             end_token=end_token(config),
