@@ -27,7 +27,6 @@ from taco_jax.models.config import ModelConfig, validate
 from taco_jax.models.documents import documents, positions_in_documents
 from taco_jax.models.lora import Adapted, use_replicated_adapter
 from taco_jax.models.overlap import (
-    LAYERS_A_BODY,
     Sublayer,
     chain_count,
     chained_layer,
@@ -160,9 +159,7 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
         if overlaps:
             layer = overlapped_layer(both, par)
             one = lambda streams, of: (layer(streams, *of[:2], in_context(of[2])), None)
-            streams, _ = lax.scan(
-                one, split_stream(stream, parts), (stacked, layer_state, windows), unroll=LAYERS_A_BODY
-            )
+            streams, _ = lax.scan(one, split_stream(stream, parts), (stacked, layer_state, windows))
             return join_streams(streams)
         layer = remat(chained_layer(both, par), par.remat)
         xs = split_batch(x_BLD, parts)

@@ -8,7 +8,7 @@ The same bytes travel, but for the padding of each message. With two chains, att
     product   A0    A1    M0    M1         |   A0 of the next layer
     message         A0    A1    M0    M1   |
 
-A layer's last message overlaps with the next layer, but for the last one of a loop's body, `LAYERS_A_BODY` layers.
+The last message of a layer overlaps with nothing, because a loop's body ends with it. With n chains that is one of 2n.
 
 Four functions make a layer:
 
@@ -16,7 +16,7 @@ Four functions make a layer:
     chained_layer       several chains in the forward pass; autodiff makes the backward pass of it
     overlapped_layer    several chains with every hop during a product of another chain, in both passes; each chain
                         carries the error of its forward sums
-    prompt_layer        the same without a backward pass, for inference
+    prompt_layers       the same of several layers without a backward pass, for inference
 
 `overlapped_layer` is differentiated by hand: only so does a message overlap with another chain's products in the
 backward pass too. It takes whole sequences only. `<` is what `AsyncCollective.overlap_with` puts between a value and a
@@ -58,9 +58,6 @@ from taco_jax.models.projections import (
 )
 from taco_jax.models.run_config import Parallel, remat
 from taco_jax.tensor_parallel import start_sum, start_sum_with_feedback, to_varying
-
-LAYERS_A_BODY = 2
-"""Layers in the body of a loop over layers in chains. The last message of a body overlaps with nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,29 +311,41 @@ def _receiver(streams: list[ResidualStream], i: int, sublayer: Sublayer, params,
     return receive
 
 
-def prompt_layer(of_chains: Sequence[tuple[Sublayer, ...]], par: Parallel) -> Callable:
-    """Returns a layer of several chains that nothing differentiates, each with sublayers of its own.
+class ChainedLayer(NamedTuple):
+    """One layer of prompts in chains. sublayers, shared: of each chain, the latter what its layers share."""
 
-    (streams, params, state, what each of them shares) -> the streams after it. Chain i computes before chain i + 1 in
-    each sublayer. Call it where the layer's messages are counted, as `overlapped_layer`.
+    sublayers: Sequence[tuple[Sublayer, ...]]
+    params: Any
+    shared: Sequence[Any]
+
+
+def prompt_layers(par: Parallel, state: State) -> Callable:
+    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s) -> the streams after them.
+
+    Chain i computes before chain i + 1 in each sublayer. The last message of a layer overlaps with the next one; that
+    of the last layer with nothing. Call it where a layer's messages are counted, as `overlapped_layer`.
     """
     calls = comm_log.current_calls("forward")
 
-    def layer(streams, params: Any, state: State, shared: Any) -> tuple[ResidualStream, ...]:
+    def run(streams, layers: Sequence[ChainedLayer]) -> tuple[ResidualStream, ...]:
         streams, messages = list(streams), _Messages(par, state, "forward", calls)
-        for of_sublayer in zip(*of_chains):
-            for i, sublayer in enumerate(of_sublayer):
-                messages.done(i)
-                h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
-                u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
-                kernel = params[sublayer.name][sublayer.out_name]["kernel"]
-                y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
-                y_BLD, receive = messages.overlap_with(y_BLD, last=True), _receiver(streams, i, sublayer, params, [])
-                messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
+        for of_chains, params, shared in layers:
+            for of_sublayer in zip(*of_chains):
+                for i, sublayer in enumerate(of_sublayer):
+                    messages.done(i)
+                    h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
+                    u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
+                    kernel = params[sublayer.name][sublayer.out_name]["kernel"]
+                    y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
+                    y_BLD, receive = (
+                        messages.overlap_with(y_BLD, last=True),
+                        _receiver(streams, i, sublayer, params, []),
+                    )
+                    messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
         messages.done()
         return tuple(streams)
 
-    return layer
+    return run
 
 
 def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: State, shared, cts):
