@@ -9,7 +9,8 @@ a variant saves. The link is the machine's; NCCL_P2P_DISABLE=1 before the comman
 
 variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as
           the link `product` is auto, with sums in the kernels of their products
-output    OUT/README.md (hardware, commit, command, table), OUT/summary.json
+output    OUT/README.md (hardware, commit, command, table), OUT/summary.json; with --profile the kernels of so many
+          steps of each variant, by kind (kernel_times.py) in both and one by one in OUT/kernels-VARIANT.csv
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import free_communication
 import jax
 import jax.numpy as jnp
+import kernel_times
 import runs
 
 from pallas_kernels.nvlink import hardware
@@ -83,6 +85,7 @@ class Compiled:
     step: Any
     scales: Any
     seconds: list[float] = dataclasses.field(default_factory=list)
+    times: kernel_times.Times | None = None
 
     def run(self, state, batch, steps: int):
         """(seconds a step, the state after so many)."""
@@ -109,11 +112,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--variants", default="none,free,taco,int6h,int4h")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-round", type=int, default=4)
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many steps of each variant")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args, flags = parser.parse_known_args(arguments)
     variants = parse(args.variants)
     runs.require(args.rounds >= 1, "--rounds", args.rounds, "must be at least 1")
     runs.require(args.steps_per_round >= 1, "--steps-per-round", args.steps_per_round, "must be at least 1")
+    runs.require(args.profile >= 0, "--profile", args.profile, "must be at least 0")
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
     own = {"chains": "a variant has its own: name:chains:link"}
     own |= {f"compression.{key}": "likewise" for key in ("link", "with-product")}
@@ -125,14 +130,11 @@ def main(arguments: Sequence[str]) -> None:
         mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.tp)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    results = measure(configs, mesh, args.rounds, args.steps_per_round)
-    tokens = config.global_batch * config.data.sequence_length
-    text = table(results, tokens)
-    print(text, flush=True)
-    write(args, config, text, results)
+    measure(args, config, configs, mesh)
 
 
-def measure(configs: dict[Variant, TrainConfig], mesh, rounds: int, steps: int) -> dict[str, dict]:
+def measure(args, config: TrainConfig, configs: dict[Variant, TrainConfig], mesh) -> None:
+    """Measures the steps, writes the report, and writes it again with the kernels where they are traced."""
     programs = {}
     for variant, config in configs.items():
         start = time.perf_counter()
@@ -145,11 +147,22 @@ def measure(configs: dict[Variant, TrainConfig], mesh, rounds: int, steps: int) 
     state = first.init(jax.random.key(0))
     for program in programs.values():
         _, state = program.run(state, batch, WARM_UP)
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for program in programs.values():
-            seconds, state = program.run(state, batch, steps)
+            seconds, state = program.run(state, batch, args.steps_per_round)
             program.seconds.append(seconds)
-    return summarise({v.given: p.seconds for v, p in programs.items()})
+    write(args, config, programs)
+    if args.profile:
+        for variant, program in programs.items():
+            kept = [state]
+
+            def traced(program=program, kept=kept):
+                _, kept[0] = program.run(kept[0], batch, args.profile)
+
+            listing = args.out / f"kernels-{variant.given.replace(':', '-')}.csv"
+            program.times = kernel_times.traced(traced, args.profile, listing)
+            state = kept[0]
+        write(args, config, programs)
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict]:
@@ -179,7 +192,15 @@ def table(results: dict[str, dict], tokens: int) -> str:
     return "\n".join(lines)
 
 
-def write(args, config: TrainConfig, text: str, results: dict) -> None:
+def write(args, config: TrainConfig, programs: dict[Variant, Compiled]) -> None:
+    results = summarise({v.given: p.seconds for v, p in programs.items()})
+    text = table(results, config.global_batch * config.data.sequence_length)
+    times = {v.given: p.times for v, p in programs.items() if p.times is not None}
+    for name, found in times.items():
+        results[name]["profile"] = dataclasses.asdict(found)
+    if times:
+        text += "\n\n" + "\n".join(kernel_times.table(times))
+    print(text, flush=True)
     linked = hardware.missing(jax.devices()[0].device_kind) or "NVLink"
     report = [
         *runs.header(f"{Path(args.config).stem}: one step, codecs in turn", args.commit),

@@ -18,7 +18,8 @@ compresses.
 variants  codec[:link[:feedback[:chains]]], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none`
           (bfloat16) or `free`; feedback is fed or plain, with error feedback or without, as `taco_jax.Generator` has it
           if left out; chains 1 unless said
-output    OUT/README.md (hardware, commit, commands, tables), OUT/summary.json, OUT/ttft.png
+output    OUT/README.md (hardware, commit, commands, tables), OUT/summary.json, OUT/ttft.png; with --profile the
+          kernels of a sample of each variant in OUT/kernels-LINK-SHAPE.md, one by one in csv files beside it
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pathlib import Path
 import bench_step
 import free_communication
 import jax
+import kernel_times
 import numpy as np
 import runs
 import ttft_report
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--link-name", default=None, help="under which results go; as the environment says by default")
     parser.add_argument("--memory-gb", type=float, default=None, help="of a device; as it says itself by default")
     parser.add_argument("--devices", default=None, help="cpu:4 emulates four devices")
+    parser.add_argument("--profile", action="store_true", help="trace a sample of each variant")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
     variants = parse(args.variants)
@@ -236,8 +239,18 @@ class Bench:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return "out of memory"
+        if self.args.profile:
+            self._profile(f"{self.link.replace(' ', '_')}-{batch}x{length}", samplers)
         found = bench_step.summarise(seconds)
         return {name: row | {"mb_sent": sent[name], "rounds": self.args.rounds} for name, row in found.items()}
+
+    def _profile(self, shape: str, samplers) -> None:
+        times = {}
+        for name, run in samplers.items():
+            listing = self.args.out / f"kernels-{shape}-{name.replace(':', '-')}.csv"
+            times[name] = kernel_times.traced(run, 1, listing)
+        lines = [f"# Kernels of one sample, {shape}", "", *kernel_times.table(times)]
+        (self.args.out / f"kernels-{shape}.md").write_text("\n".join(lines) + "\n")
 
     def _programs(self, variant: Variant, params) -> Programs:
         codec = "none" if variant.codec in ("none", "free") else variant.codec

@@ -13,7 +13,8 @@ measure     a pretrained model at tp 3 on two sets of training texts (of each so
 perplexity  the plans on the held-out windows of bench_perplexity.py, paired with the exact model token by token, with
             error feedback (--only names plans; what OUT has is kept)
 quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
-training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept)
+training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept);
+            other flags go to the trainer, such as --mesh.dp 1 --mesh.tp 2 --devices gpu
 report      OUT/README.md of what is there
 
 Every part keeps its results in OUT/summary.json and writes the report. `--tokens` and `--length` make the sets smaller.
@@ -37,6 +38,8 @@ from bench_perplexity import windows
 
 from taco_jax.compression import plan_file
 from taco_jax.config import ConfigError, cli
+from taco_jax.config.checks import check
+from taco_jax.mesh import make_mesh
 
 SOURCES = ("dict_gcide", "linux_doc", "speech_sotu", "wordnet", "lit_austen", "lit_shakespeare", "anarchism")
 RECORD = Path(__file__).with_name("results") / "perplexity_smollm2" / "summary.json"
@@ -77,7 +80,6 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
     from taco_jax.calibration.measure import measure as run
     from taco_jax.inference.loading import load_params, open_checkpoint
     from taco_jax.inference.settings import ROWS, Settings
-    from taco_jax.mesh import make_mesh
 
     checkpoint, mesh = open_checkpoint(args.model), make_mesh(tp=args.tp)
     config, length = checkpoint.config, args.length
@@ -148,7 +150,6 @@ def perplexity(args: argparse.Namespace, kept: dict) -> dict:
     from taco_jax.inference.loading import load_params, open_checkpoint
     from taco_jax.inference.perplexity import Evaluation
     from taco_jax.inference.settings import Planned, Settings
-    from taco_jax.mesh import make_mesh
 
     checkpoint, mesh = open_checkpoint(args.model), make_mesh(tp=args.tp)
     ids = windows(args.text, args.sources, args.context, checkpoint.tokenizer.encode)
@@ -181,7 +182,7 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
     from taco_jax.calibration.measure import measure as run
 
     own = ["--config", QUICKSTART, "--workdir", str(args.out / "none")]
-    options = _parser().parse_args(["--out", "plan.json", "--bits", "5", "--steps", str(args.steps)])
+    options = _parser().parse_args(["--out", "plan.json", "--bits", "5", "--steps", str(args.calibrate_after)])
     subject = open_subject(options, cli.parse(own), "training", has_config=True)
     codecs = plans.CANDIDATES if REFERENCE in plans.CANDIDATES else (*plans.CANDIDATES, REFERENCE)
     found = []
@@ -203,7 +204,7 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
     plan_file.write(plan, args.out / "plan_quickstart.json")
     print("\n".join(lines))
     return {
-        "steps": args.steps,
+        "steps": args.calibrate_after,
         "loss": loss,
         "rank_correlation": rank_correlation(*zip(*felt.values())),
         "rank_correlation_gradient": rank_correlation(*zip(*gradient.values())),
@@ -215,7 +216,7 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
 
 
 def training(args: argparse.Namespace, kept: dict) -> dict:
-    """The quickstart with the plan, with int6h and exact, seed by seed."""
+    """The quickstart with the plan, with int6h and exact, seed by seed, in one process: a way is compiled once."""
     path = args.out / "plan_quickstart.json"
     ways = {
         "none": ["--compression", "none"],
@@ -225,16 +226,30 @@ def training(args: argparse.Namespace, kept: dict) -> dict:
     wanted = runs.choices("--ways", args.ways, list(ways))
     if "plan" in wanted:
         runs.file("--out", path, "run the part quickstart first")
+    seeds = runs.numbers("--seeds", args.seeds, 0)
+    configs = {way: check(cli.parse(["--config", QUICKSTART, *ways[way], *args.flags])) for way in wanted}
+    first = next(iter(configs.values()))
+    cli.select_devices(first.devices, deterministic=first.deterministic)
+    cli.devices(first.devices)
+    import in_turn  # it makes no devices, but what it imports may
+
+    mesh = make_mesh(first.mesh.dp, first.mesh.pp, first.mesh.tp)
+    programs = in_turn.Programs(mesh, configs.__getitem__)
     results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
-    for seed in map(str, runs.numbers("--seeds", args.seeds, 0)):
-        for way, flags in ways.items():
-            if way not in wanted or seed in results[way]:
-                continue
-            records = runs.make(QUICKSTART, args.out / f"{way}-{seed}.jsonl", [*flags, "--seed", seed], timeout=None)
-            last = records[-1]
-            ratio = last["comm_bytes_bf16"] / (last["comm_bytes"] or 1)
-            results[way][seed] = {"loss": last["validation_loss"], "ratio": ratio}
-            save(args, "training", results)
+    try:
+        for seed in map(str, seeds):
+            for way in configs:
+                if seed in results[way]:
+                    continue
+                program = programs.get(way, to_train=True)
+                records = in_turn.train(int(seed), [(program, program.config.steps)])
+                runs.keep(records, args.out / f"{way}-{seed}.jsonl")
+                last = records[-1]
+                ratio = last["comm_bytes_bf16"] / (last["comm_bytes"] or 1)
+                results[way][seed] = {"loss": last["validation_loss"], "ratio": ratio}
+                save(args, "training", results)
+    finally:
+        programs.close()
     return results
 
 
@@ -381,14 +396,17 @@ def main(arguments: Sequence[str]) -> int:
     add("--context", type=int, default=1024)
     add("--sources", type=int, default=7)
     add("--only", default=None)
-    add("--steps", type=int, default=100)
+    add("--calibrate-after", type=int, default=100, metavar="STEPS")
     add("--training-bits", type=float, default=5.0)
     add("--seeds", default="0,1,2")
     add("--ways", default="none,int6h,plan", help="of the part training")
     add("--commit", default=None, help="commit to name where there is no git")
-    args = parser.parse_args(arguments)
+    args, args.flags = parser.parse_known_args(arguments)
+    runs.require(
+        args.part == "training" or not args.flags, "flags", " ".join(args.flags), "only training takes the trainer's"
+    )
     runs.folder("--out", args.out)
-    for key in ("tp", "length", "batches", "tokens", "context", "sources", "steps"):
+    for key in ("tp", "length", "batches", "tokens", "context", "sources", "calibrate_after"):
         runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
     for key in NEEDS.get(args.part, ()):
         runs.require(getattr(args, key) is not None, f"--{key}", None, f"the part {args.part} needs it")

@@ -9,6 +9,7 @@ graphs, so that there is more idle time than otherwise.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import re
 import tempfile
@@ -35,12 +36,13 @@ MESSAGES = ("sum in one NVLink kernel", "all-reduce", "reduce-scatter", "all-gat
 
 
 class Event(NamedTuple):
-    """A kernel or a copy on one device, in nanoseconds."""
+    """A kernel or a copy on one device, in nanoseconds. stream: the CUDA stream's name as the profiler has it."""
 
     device: str
     name: str
     start: float
     end: float
+    stream: str = ""
 
 
 @dataclasses.dataclass
@@ -69,7 +71,7 @@ def kind(name: str) -> str:
 def events(profile) -> list[Event]:
     """Kernels and copies of all GPUs in a `jax.profiler.ProfileData`: those of its lines that are CUDA streams."""
     return [
-        Event(plane.name, event.name, event.start_ns, event.end_ns)
+        Event(plane.name, event.name, event.start_ns, event.end_ns, line.name)
         for plane in profile.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
@@ -131,8 +133,8 @@ def _of_device(found: Sequence[Event]) -> Times:
     return result
 
 
-def traced(run: Callable[[], None], steps: int) -> Times | None:
-    """The times of `run`, which takes so many steps and waits for them."""
+def traced(run: Callable[[], None], steps: int, listing: Path | None = None) -> Times | None:
+    """The times of `run`, which takes so many steps and waits for them. listing: a file for the kernels in order."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = options.host_tracer_level = 0
@@ -141,7 +143,21 @@ def traced(run: Callable[[], None], steps: int) -> Times | None:
             stack.callback(jax.profiler.stop_trace)
             run()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return times(events(jax.profiler.ProfileData.from_file(str(file))), steps)
+        found = events(jax.profiler.ProfileData.from_file(str(file)))
+        if listing is not None:
+            write_listing(found, listing)
+        return times(found, steps)
+
+
+def write_listing(found: Sequence[Event], file: Path) -> None:
+    """Writes CSV: every kernel of every device in the order of its start, microseconds from the first one's."""
+    first = min((event.start for event in found), default=0.0)
+    with file.open("w", newline="") as opened:
+        rows = csv.writer(opened)
+        rows.writerow(("device", "stream", "start_us", "length_us", "kernel"))
+        for event in sorted(found, key=lambda event: (event.device, event.start)):
+            at, length = (f"{1e-3 * t:.3f}" for t in (event.start - first, event.end - event.start))
+            rows.writerow((event.device, event.stream, at, length, event.name))
 
 
 def table(variants: dict[str, Times | None], longest: int = 12) -> list[str]:
