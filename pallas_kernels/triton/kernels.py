@@ -48,8 +48,9 @@ def encode_kernel(
     out_ptr, largest_ptr, R: tl.constexpr,
 ):  # fmt: skip
     _encode(
-        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr, elements_, per_message_, offset_,
-        distance_, messages_, out_ptr, largest_ptr, x_ptr, R,
+        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr=message_maxima_ptr, elements_=elements_,
+        per_message_=per_message_, offset_=offset_, distance_=distance_, messages_=messages_, out_ptr=out_ptr,
+        largest_ptr=largest_ptr, error_ptr=x_ptr, R=R,
     )  # fmt: skip
 
 
@@ -61,8 +62,9 @@ def encode_with_residual_kernel(
 ):  # fmt: skip
     """Also x less what the wires say of it, message after message."""
     _encode(
-        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr, elements_, per_message_, offset_,
-        distance_, messages_, out_ptr, largest_ptr, error_ptr, R,
+        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr=message_maxima_ptr, elements_=elements_,
+        per_message_=per_message_, offset_=offset_, distance_=distance_, messages_=messages_, out_ptr=out_ptr,
+        largest_ptr=largest_ptr, error_ptr=error_ptr, R=R,
     )  # fmt: skip
 
 
@@ -97,8 +99,9 @@ def _encode(
         memory.store_scales(out, first, blocks, planes, R)
         if R.residual:
             _store_residual(
-                x_ptr, error_ptr, message, first, elements_, per_message, offset_, distance_, codes, planes, exponent,
-                message_maximum, h_values, R,
+                x_ptr, error_ptr, message, first, elements_, per_message=per_message, offset_=offset_,
+                distance_=distance_, codes=codes, planes=planes, exponent=exponent, message_maximum=message_maximum,
+                h=h_values, R=R,
             )  # fmt: skip
     for message in tl.range(tl.program_id(0), messages, tl.num_programs(0)):
         code = scales.site_code(exponent, tl.load(message_maxima_ptr + message), R) if R.is_site else 0
@@ -181,7 +184,7 @@ def _store_residual(
     scale = tl.broadcast_to(scales.read(planes, exponent, R), (ROWS,))
     ys = unrotate(_from_codes(codes, not R.rotated, R), scale, h, R)
     # Read once more: that it is in a cache costs less than registers that keep it.
-    xs = _chunk(x_ptr, message, first, elements_, per_message, offset_, distance_, R)
+    xs = _chunk(x_ptr, message, first, elements_, per_message, offset_=offset_, distance_=distance_, R=R)
     errors = ()
     for i in tl.static_range(R.parts):
         y = ys[i].to(x_ptr.dtype.element_ty).to(tl.float32)

@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.collectives import comm_log
+from taco_jax.compression.chains import compiler_options
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward, sampling
 from taco_jax.inference.sampling import Rows
 from taco_jax.inference.settings import Settings
-from taco_jax.models.chain_options import compiler_options
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.params import param_specs
 

@@ -27,6 +27,7 @@ from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
+from taco_jax.compression.chains import compiler_options
 from taco_jax.compression.compression import Compression, Plan, as_compression
 from taco_jax.compression.plan_file import PlanFile, shape_of
 from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
@@ -43,7 +44,6 @@ from taco_jax.data.sources import end_token
 from taco_jax.mesh import AXES
 from taco_jax.models import decoder, lora
 from taco_jax.models.attention import implementation, why_not_cudnn
-from taco_jax.models.chain_options import compiler_options
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
