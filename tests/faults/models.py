@@ -268,6 +268,22 @@ MUTANTS = (
         ("tests/models/test_overlap.py -k gradients_equal",),
     ),
     Mutant(
+        "chain-errors",
+        "a chain's sums take along the error of its first one alone",
+        "taco_jax/models/overlap.py",
+        "streams[i] = ResidualStream(x_BLD, error_BLD)",
+        "streams[i] = ResidualStream(x_BLD, streams[i].error_BLD)",
+        ("tests/models/test_projections.py -k chains_carry",),
+    ),
+    Mutant(
+        "auto-chains",
+        "layers go in chains by themselves where the link is fast",
+        "taco_jax/config/derived.py",
+        "    if slow is None:\n        return 1,",
+        "    if slow is not None:\n        return 1,",
+        ("tests/compression/test_chains.py",),
+    ),
+    Mutant(
         "feedback-of-gradients-sign",
         "the error of a gradients' sum is fed back with the wrong sign",
         "taco_jax/collectives/vjp.py",
