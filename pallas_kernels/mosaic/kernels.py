@@ -237,10 +237,26 @@ class ReduceScratch(NamedTuple):
     codes_full: Any  # [W S N]
 
 
-def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0)):
+class SumResidualScratch(NamedTuple):
+    """Budget of `reduce` that leaves the residual: that of `ReduceScratch`, and errors_s, W tiles of x's dtype."""
+
+    codes_s: Any
+    in_scales_s: Any
+    x_s: Any
+    matrices_s: Any
+    out_s: Any
+    scales_s: Any
+    matrices_full: Any
+    x_full: Any
+    codes_full: Any
+    errors_s: Any  # [W, 64, row]
+
+
+def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0), residual=False):
     """Sums P wires [P, W] and the own rows of x: the middle of an all-reduce.
 
     Returns (wire uint8[1, W], largest |z| as bits int32[*, 4]) where `dtype` is None, else the sum dtype[rows, row].
+    residual: with the wire also the sum less what that says of it, both in x's dtype[rows, row].
     x_RC and rank (int32[1]) are None where every term is in a wire. The own term is not quantised. One worker:
 
         start copies of the first S tiles, of all wires and of x
@@ -270,14 +286,16 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     tile_elements = TILE_ROWS * tiling.row_elements
     own_bytes = tile_elements * x_dtype.itemsize if has_own else 0
     out_bytes = WireWriter.scratch_bytes(sum_tiling, 1) if to_wire else tile_elements * y_dtype.itemsize
+    out_bytes += tile_elements * x_dtype.itemsize if residual else 0
     stage_bytes = n_wires * reader.scratch_bytes() + own_bytes
     # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
     # is the limit, and wanted more where instructions are.
     workers, stages = pipeline.fit(
-        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2, most=3 if to_wire else 2,
+        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2,
+        most=3 if to_wire and not residual else 2,
         # Sums of other formats have more instructions and are 4 % slower with the scheduler; a product after the
         # sum leaves it no register.
-        may_be_dynamic=to_wire and fmt.bits == 8,
+        may_be_dynamic=to_wire and fmt.bits == 8 and not residual,
     )  # fmt: skip
     warpgroups = workers.warpgroups
     # An unrolled start of all wires' copies keeps the addresses of each in registers. Three warpgroups (168 a thread)
@@ -286,7 +304,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     width = WireWriter.tensor_width(sum_tiling)
 
     def reduce_tiles(
-        scheduler, s: ReduceScratch, codes_g, scales_g, x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g
+        scheduler, s, codes_g, scales_g, x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g
     ):  # fmt: skip
         wg = workers.warpgroup()
         rotator.load(matrices_g, s.matrices_s, s.matrices_full, wg)
@@ -362,6 +380,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
                 buffer = writer.free_buffer(parity)
                 found, scale_planes = encode_tile(sum_tiling, list(total), writer.exponent(jnp.int32(0)), noise, buffer)
                 writer.store(jnp.int32(0), row, buffer, scale_planes)
+                if residual:
+                    put_residual(row, list(total), buffer, decoded_scales(sum_tiling, scale_planes, exponent_of_sum()))
                 return jnp.maximum(largest, found)
             values = rotator.unrotate(list(total), s.matrices_s, y_dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -370,6 +390,23 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, outputs_g[0].at[pl.ds(row, TILE_ROWS)])
             return largest
+
+        def exponent_of_sum():
+            return writer.exponent(jnp.int32(0))
+
+        def put_residual(row, total, buffer, scales):
+            in_x = lambda values: [v.astype(x_dtype).astype(jnp.float32) for v in values]
+            sums = in_x(rotator.unrotate(total, s.matrices_s, x_dtype))
+            codes = tile_codec.load_codes(
+                sum_tiling, buffer, jnp.float16 if rotator.active else jnp.float32, swizzled=width is not None
+            )
+            said = in_x(tile_codec.scale_rows(sum_tiling, rotator.unrotate_codes(codes, s.matrices_s), scales))
+            # Its last copy ended before the codes were written.
+            out = s.errors_s.at[wg]
+            errors = [(a - b).astype(x_dtype) for a, b in zip(sums, said)]
+            tile_codec.store_tile(sum_tiling, out, errors, rotation.transforms(x_dtype, tiling.chunk))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, outputs_g[2].at[pl.ds(row, TILE_ROWS)])
 
         nothing = WireWriter.no_maxima(sum_tiling)
         largest = pipeline.run(workers, stages, load, work, carry=nothing, begin=begin, scheduler=scheduler)
@@ -397,9 +434,15 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         x_full=plgpu.Barrier(num_barriers=warpgroups * stages),
         codes_full=reader.barrier(warpgroups * stages * n_wires),
     )
+    if residual:
+        transforms = rotation.transforms(x_dtype, tiling.chunk)
+        errors_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row_elements), x_dtype, transforms=transforms)
+        scratch = SumResidualScratch(*scratch, errors_s)
+        out_type.append(jax.ShapeDtypeStruct((sum_tiling.rows, tiling.row_elements), x_dtype))
+        reduce_tiles.__name__ = "reduce_tiles_with_residual"
     arrays = [*reader.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays]
     out = pipeline.call(reduce_tiles, arrays, out_type, scratch=scratch, workers=workers)
-    return (out[0].reshape(1, -1), out[1]) if to_wire else out
+    return (out[0].reshape(1, -1), *out[1:]) if to_wire else out
 
 
 class DecodeScratch(NamedTuple):

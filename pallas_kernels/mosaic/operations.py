@@ -124,6 +124,22 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
     return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, kernels.largest_scale(maxima, tile)))
 
 
+def reduce_encode_with_residual(
+    fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None
+):
+    """Sums as `reduce_encode`: (wire, largest, the sum less what the wire says of it, x's dtype[n]), in one pass.
+
+    For messages of whole groups of rows, and x of bfloat16 or float32 (`RESIDUAL_OF_SUM` of `why_unsupported`).
+    """
+    check_operands(fmt, geometry, x_S, wires, rank=rank)
+    check_seed(fmt, seed)
+    tiling = Tiling(fmt, geometry, interpret)
+    rank = jnp.asarray(rank, jnp.int32)[None]
+    own = {"exponents": _exponents(tiling, exponent), "seed": seed, "residual": True}
+    wire, maxima, error_RC = kernels.reduce(tiling, wires, ragged.rows_of(fmt, x_S), rank, **own)
+    return wire[0], kernels.largest_scale(maxima, tiling), error_RC.reshape(-1)
+
+
 def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, dtype=None, *, interpret=None):
     """Sums P wires and rank's own chunk of x: dtype[n]; dtype: x's by default."""
     check_operands(fmt, geometry, x_S, wires, rank=rank, dtype=dtype)
@@ -208,4 +224,12 @@ def _exponents(tiling: Tiling, exponent):
     return jnp.broadcast_to(clipped, (tiling.geometry.messages,))
 
 
-__all__ = ["decode", "encode", "encode_with_residual", "reduce_decode", "reduce_encode", "sum_decode"]
+__all__ = [
+    "decode",
+    "encode",
+    "encode_with_residual",
+    "reduce_decode",
+    "reduce_encode",
+    "reduce_encode_with_residual",
+    "sum_decode",
+]

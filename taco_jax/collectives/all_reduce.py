@@ -13,7 +13,7 @@ two-shot in one hop. The own term is quantised and decoded like every other, so 
 bit-identical.
 
 A residual, for `error_feedback.py`, is what the wires lost of this rank's part. Nothing is sent for it: the encoder
-leaves it behind, and in two-shot the owner of a share has the sum that it encoded, which costs 1/P of a reduction.
+leaves it behind, and in two-shot the encoder of the sum that of the own share.
 
 Dim letters: P ranks (shares), N elements of a share, S elements of x.
 """
@@ -73,13 +73,13 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=swapped, lost=lost)
     arrived = yield arrived
     gathered, of_sums = [], []
+    encode = dispatch.reduce_encode_with_residual if message.feedback else dispatch.reduce_encode
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
-        wire, measure = dispatch.reduce_encode(
+        wire, measure, *residual = encode(
             codec, geometry, received, x_S, rank=rank, exponent=exponent, key=message.key(key, 1, k),
             with_stats=message.with_stats, backend=message.backend,
         )  # fmt: skip
-        if message.feedback:
-            of_sums.append(residual_of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
+        of_sums += residual
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
@@ -125,11 +125,3 @@ def join_residuals(chunks, lost: list[jax.Array], share=None) -> jax.Array:
     # Written where it belongs, so that no other share is copied; the last share may be longer than what is left of x.
     error_S = jnp.pad(error_S, (0, p * n - size)) if p * n > size else error_S
     return lax.dynamic_update_slice(error_S, own_N, (rank * n,))[:size]
-
-
-def residual_of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
-    """Returns the sum of a chunk of the own share less what its wire says, x's dtype[chunk]."""
-    codec, options = message.codec, {"backend": message.backend}
-    sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, **options)
-    said_N = dispatch.sum_decode(codec, wire[None], geometry.per_message, x_S.dtype, exponent, **options)
-    return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)

@@ -170,7 +170,7 @@ def encode_with_residual(
 
     inputs = x_S, exponent, key
     kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend=backend, geometry=geometry, with_stats=with_stats)
-    if kernels is not None and not _leaves_residual(kernels, codec, x_S.dtype, geometry):
+    if kernels is not None and not _leaves_residual(kernels, "RESIDUAL", codec, x_S.dtype, geometry):
         kernels = None
     if kernels is not None:
         # What reads wires is said too, as where it runs by itself.
@@ -178,10 +178,12 @@ def encode_with_residual(
     return _where_it_can(codec, exponent, kernels, kernel, reference=separate, inputs=inputs)
 
 
-def _leaves_residual(kernels, codec: Codec, dtype, geometry: Geometry) -> bool:
-    """Returns whether a kernel package's encoder leaves the residual of such a message behind."""
-    dtype = str(jnp.dtype(dtype))
-    return kernels.why_unsupported(to_format(codec), kernels.RESIDUAL, dtype, geometry) is None
+def _leaves_residual(kernels, operation: str, codec: Codec, dtype, geometry: Geometry) -> bool:
+    """Returns whether a kernel package has an operation (the name of its name) that leaves the residual behind."""
+    operation = getattr(kernels, operation, None)
+    if operation is None:
+        return False
+    return kernels.why_unsupported(to_format(codec), operation, str(jnp.dtype(dtype)), geometry) is None
 
 
 def reduce_encode(
@@ -204,6 +206,35 @@ def reduce_encode(
         codec, "reduce", x_S.dtype, geometry.per_message, backend=backend, geometry=geometry, with_stats=with_stats
     )
     return _where_it_can(codec, exponent, kernels, kernel, reference=reference, inputs=inputs)
+
+
+def reduce_encode_with_residual(
+    codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, key=None, *, with_stats=False, backend="auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reduce_encode`, and the sum less what its wire says, both rounded to x's dtype[N].
+
+    One pass where a kernel package has `reduce_encode_with_residual` for the format, else two more kernels.
+    """
+
+    def separate():
+        sent = reduce_encode(codec, geometry, wires, x_S, rank, exponent, key, with_stats=with_stats, backend=backend)
+        sum_N = reduce_decode(codec, geometry, wires, x_S, rank=rank, exponent=exponent, backend=backend)
+        said_N = sum_decode(codec, sent[0][None], geometry.per_message, x_S.dtype, exponent, backend=backend)
+        return *sent, (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)
+
+    def kernel():
+        own = {"rank": rank, "exponent": _scalar(exponent), "seed": codec.seed(key)}
+        found = kernels.reduce_encode_with_residual(to_format(codec), geometry, wires, x_S, **own)
+        wire, largest, error = (_typed(y, *inputs) for y in found)
+        return wire, largest[None], error
+
+    inputs = wires, x_S, rank, exponent, key
+    kernels = _kernels(
+        codec, "reduce", x_S.dtype, geometry.per_message, backend=backend, geometry=geometry, with_stats=with_stats
+    )
+    if kernels is not None and not _leaves_residual(kernels, "RESIDUAL_OF_SUM", codec, x_S.dtype, geometry):
+        kernels = None
+    return _where_it_can(codec, exponent, kernels, kernel, reference=separate, inputs=inputs)
 
 
 def reduce_decode(
@@ -328,5 +359,5 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
     "encode", "encode_with_residual", "implementation", "note", "record", "reduce_decode", "reduce_encode",
-    "sum_decode", "to_format", "without_format",
+    "reduce_encode_with_residual", "sum_decode", "to_format", "without_format",
 ]  # fmt: skip

@@ -279,9 +279,9 @@ MUTANTS = (
     Mutant(
         "feedback-second-hop",
         "what the second hop of a sum lost is not fed back",
-        "taco_jax/collectives/all_reduce.py",
-        "return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)",
-        "return jnp.zeros_like(sum_N)",
+        "taco_jax/compression/dispatch.py",
+        "(sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)",
+        "jnp.zeros_like(sum_N)",
         ("tests/collectives/test_error_feedback.py -k what_went_in",),
     ),
     Mutant(

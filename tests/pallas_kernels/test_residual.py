@@ -60,6 +60,40 @@ def test_mosaic_leaves_what_its_wires_lose(codec, geometry, dtype, exponent):
     np.testing.assert_array_equal(np.asarray(error, np.float32)[exists], lost.astype(np.float32)[exists])
 
 
+@pytest.mark.parametrize(
+    "codec,dtype,rank",
+    [
+        pytest.param(CODECS["int4h"], "bfloat16", 1, marks=INTERPRETED),
+        pytest.param(CODECS["mxfp4"], "bfloat16", 0, marks=[*INTERPRETED, SLOW]),
+        pytest.param(CODECS["int6h"], "bfloat16", 2, marks=[*INTERPRETED, SLOW]),
+    ],
+)
+def test_mosaic_leaves_what_the_wire_of_a_sum_loses(codec, dtype, rank):
+    fmt, options = dispatch.to_format(codec), {"interpret": compat.interpret_params()}
+    geometry = Geometry(3 * 72 * 128, 3, 72 * 128)
+    x = jnp.asarray(values(geometry.elements, "gaussian", codec.block, dtype))
+    wires, _ = dispatch.encode(codec, geometry, x)
+    given = fmt, geometry, wires, x, rank
+    wire, largest, error = mosaic.reduce_encode_with_residual(*given, **options)
+    same = mosaic.reduce_encode(*given, **options)
+    np.testing.assert_array_equal(wire, same[0])
+    np.testing.assert_array_equal(largest, same[1])
+    total = mosaic.reduce_decode(*given, **options)
+    said = mosaic.sum_decode(fmt, wire[None], geometry.per_message, dtype, **options)
+    lost = (total.astype(jnp.float32) - said.astype(jnp.float32)).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(error, np.float32), np.asarray(lost, np.float32))
+
+
+def test_sums_that_are_no_whole_rows_are_encoded_without():
+    why = lambda geometry, dtype="bfloat16": mosaic.why_unsupported(
+        dispatch.to_format(CODECS["int4h"]), mosaic.RESIDUAL_OF_SUM, dtype, geometry
+    )
+    whole = Geometry(2 * 8192, 2, 8192)
+    assert why(whole) is None and "float16" in why(whole, "float16")
+    for geometry in (Geometry(2 * 8192 - 5, 2, 8192), Geometry(2 * 8320, 2, 8320), Geometry(4096, 2, 2048)):
+        assert "no whole groups of rows" in why(geometry)
+
+
 def test_where_shared_memory_is_short_there_is_none():
     """A block of 256 with random signs has three matrices of rotation; beside them no third tile fits."""
     fmt = Format("int8", 256, "signed_hadamard", "e8m0", "nearest")
