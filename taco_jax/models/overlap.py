@@ -52,6 +52,7 @@ from taco_jax.models.projections import (
     add_bias,
     column_input,
     fed_column_input,
+    kernels_joined_once,
     reduce_partials,
     row_parallel,
     row_partial,
@@ -329,19 +330,22 @@ def prompt_layers(par: Parallel, state: State) -> Callable:
 
     def run(streams, layers: Sequence[ChainedLayer]) -> tuple[ResidualStream, ...]:
         streams, messages = list(streams), _Messages(par, state, "forward", calls)
-        for of_chains, params, shared in layers:
-            for of_sublayer in zip(*of_chains):
-                for i, sublayer in enumerate(of_sublayer):
-                    messages.done(i)
-                    h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
-                    u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
-                    kernel = params[sublayer.name][sublayer.out_name]["kernel"]
-                    y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
-                    y_BLD, receive = (
-                        messages.overlap_with(y_BLD, last=True),
-                        _receiver(streams, i, sublayer, params, []),
-                    )
-                    messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
+        steps = [
+            (of_layer, i, sublayer)
+            for of_layer in layers
+            for of_sublayer in zip(*of_layer.sublayers)
+            for i, sublayer in enumerate(of_sublayer)
+        ]
+        with kernels_joined_once():
+            for (_, params, shared), i, sublayer in steps:
+                messages.done(i)
+                h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
+                u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
+                kernel = params[sublayer.name][sublayer.out_name]["kernel"]
+                y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
+                y_BLD = messages.overlap_with(y_BLD, last=True)
+                receive = _receiver(streams, i, sublayer, params, [])
+                messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
         messages.done()
         return tuple(streams)
 

@@ -81,8 +81,8 @@ def test_levels_are_kernels_and_collectives_of_bytes(codec, between, local):
 
 @pytest.mark.parametrize("algorithm,count", [("two_shot", 3), ("one_shot", 2)])
 def test_error_feedback_is_no_pass_more(algorithm, count):
-    """The error that comes in is added by the product, and the encoders leave the one that goes out; in two-shot that of
-    the own share is put in its place."""
+    """The error that comes in is added by the product, and the encoders leave the one that goes out; in two-shot that
+    of the own share is put in its place."""
 
     def f(h, w, error):
         options = every_size("int4h", algorithm=algorithm)

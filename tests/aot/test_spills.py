@@ -9,7 +9,17 @@ import itertools
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
 from covers import cover
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, RESIDUAL, RESIDUAL_OF_SUM, WIDE, operation_program, why_unsupported
+from mosaic_programs import (
+    DTYPES,
+    FIELDS,
+    OPERATIONS,
+    PRESETS,
+    RESIDUAL,
+    RESIDUAL_OF_SUM,
+    WIDE,
+    operation_program,
+    why_unsupported,
+)
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
