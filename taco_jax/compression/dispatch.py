@@ -217,7 +217,8 @@ def reduce_encode_with_residual(
     """
 
     def separate():
-        sent = reduce_encode(codec, geometry, wires, x_S, rank, exponent, key, with_stats=with_stats, backend=backend)
+        given = {"rank": rank, "exponent": exponent, "key": key, "with_stats": with_stats, "backend": backend}
+        sent = reduce_encode(codec, geometry, wires, x_S, **given)
         sum_N = reduce_decode(codec, geometry, wires, x_S, rank=rank, exponent=exponent, backend=backend)
         said_N = sum_decode(codec, sent[0][None], geometry.per_message, x_S.dtype, exponent, backend=backend)
         return *sent, (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)
