@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 import taco_jax
-from taco_jax.train.step import CHAIN_OPTIONS
+from taco_jax.compression.chains import CHAIN_OPTIONS
 
 
 def relative_error(a, b):

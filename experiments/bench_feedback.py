@@ -29,7 +29,6 @@ import taco_jax
 from taco_jax import Compression
 from taco_jax.codec import CODECS
 from taco_jax.collectives import all_reduce, to_varying
-from taco_jax.collectives.message import Message
 from taco_jax.collectives.transport import chunk_elements
 from taco_jax.compression import dispatch
 from taco_jax.config import cli
@@ -109,18 +108,18 @@ def played(codec, x, w, error):
 
 def played_with_feedback(codec, x, w, error):
     x_S, rank = (x @ w + error).reshape(-1), jnp.int32(1)
-    y_S, share, wires, wire = _hops(codec, x_S)
-    message = Message("tp", every_size(codec), codec)
-    lost = all_reduce.residual_of_share(message, share, wires, x_S, rank, None, wire)
-    return y_S, all_reduce.residual_of_wires(message, [share], [wires], x_S, None, (rank, [lost]))
+    y_S, share, lost, of_sum = _hops(
+        codec, x_S, dispatch.encode_with_residual, dispatch.reduce_encode_with_residual
+    )  # fmt: skip
+    return y_S, all_reduce.join_residuals([share], lost, (rank, of_sum))
 
 
-def _hops(codec, x_S):
+def _hops(codec, x_S, encode=dispatch.encode, reduce_encode=dispatch.reduce_encode):
     share = dispatch.Geometry(x_S.size, PLAYED, chunk_elements(codec, x_S.size, PLAYED))
-    wires, _ = dispatch.encode(codec, share, x_S)
-    wire, _ = dispatch.reduce_encode(codec, share, wires, x_S, jnp.int32(1))
+    wires, _, *lost = encode(codec, share, x_S)
+    wire, _, *of_sum = reduce_encode(codec, share, wires, x_S, jnp.int32(1))
     gathered = jnp.broadcast_to(wire, (PLAYED, *wire.shape))
-    return dispatch.decode_chunks(codec, [share], [gathered], x_S.dtype), share, wires, wire
+    return dispatch.decode_chunks(codec, [share], [gathered], x_S.dtype), share, lost, of_sum
 
 
 def write(args, ranks: int, results: dict) -> None:

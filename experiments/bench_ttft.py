@@ -15,8 +15,9 @@ messages that are small for the link go exactly, so run `python -m taco_jax.tune
 exact program without its messages (free_communication.py), the sum of the embedding with them, which no variant
 compresses.
 
-variants  codec[:link[:feedback]], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none` (bfloat16) or
-          `free`; feedback is fed or plain, with error feedback or without, as `taco_jax.Generator` has it if left out
+variants  codec[:link[:feedback[:chains]]], the codec as of `taco_jax.generate` (mxfp4, int4h,block=32), `none`
+          (bfloat16) or `free`; feedback is fed or plain, with error feedback or without, as `taco_jax.Generator` has it
+          if left out; chains 1 unless said
 output    OUT/README.md (hardware, commit, commands, tables), OUT/summary.json, OUT/ttft.png; with --profile the
           kernels of a sample of each variant in OUT/kernels-LINK-SHAPE.md, one by one in csv files beside it
 """
@@ -70,24 +71,26 @@ class Variant:
     codec: str
     link: str
     feedback: bool | None
+    chains: int = 1
 
 
 def parse(given: Sequence[str]) -> list[Variant]:
     """--variants, `none` and `free` among them. Raises ConfigError."""
     variants = []
     for text in given:
-        codec, link, feedback = (*text.split(":", 2), "", "")[:3]
+        codec, link, feedback, chains = (*text.split(":", 3), "", "", "")[:4]
+        (count,) = runs.numbers("--variants (chains)", chains or "1", 1)
         runs.choices("--variants (link)", link or "auto", LINKS)
         runs.require(
             (link, feedback) != ("nvlink", "fed"), "--variants", text, "NVLink kernels keep no errors; use nccl"
         )
-        runs.require(feedback in FEEDBACK, "--variants", text, "must end with fed or plain, as in int4h:auto:plain")
+        runs.require(feedback in FEEDBACK, "--variants", text, "must have fed or plain, as in int4h:auto:plain")
         if codec != "free":
             try:
                 as_codec(codec, "--variants")
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-        variants.append(Variant(text, codec, link or "auto", FEEDBACK[feedback]))
+        variants.append(Variant(text, codec, link or "auto", FEEDBACK[feedback], count))
     runs.require({"none", "free"} <= set(given), "--variants", " ".join(given), "must have none and free to compare")
     runs.require(len(set(given)) == len(given), "--variants", " ".join(given), "must name each variant once")
     return variants
@@ -125,7 +128,7 @@ def main(arguments: Sequence[str]) -> None:
         valid = 1 <= args.layers <= config.n_layers
         runs.require(valid, "--layers", args.layers, f"must be from 1 to the preset's {config.n_layers}")
         config = dataclasses.replace(config, n_layers=args.layers)
-    cli.select_devices(args.devices)
+    cli.select_devices(args.devices, in_order=max(v.chains for v in variants) > 1)
     tp = args.tp or len(cli.devices(args.devices))
     try:
         validate(config, tp)
@@ -253,7 +256,7 @@ class Bench:
         codec = "none" if variant.codec in ("none", "free") else variant.codec
         tp, least = self.mesh.shape["tp"], self.args.min_bytes
         options = {"min_bytes": least, "link": variant.link, "error_feedback": variant.feedback}
-        settings = Settings(tp, Compression(codec, **options))
+        settings = Settings(tp, Compression(codec, **options), chains=variant.chains)
         return Programs(self.config, settings, self.mesh, params)
 
     def _print(self, name: str, found: dict) -> None:

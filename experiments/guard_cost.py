@@ -29,7 +29,7 @@ import jax
 import runs
 
 from taco_jax import data
-from taco_jax.config import CheckpointConfig, EvalConfig, MetricsConfig, TrainConfig, cli
+from taco_jax.config import CheckpointConfig, EvalConfig, MetricsConfig, TrainConfig, chains, cli
 from taco_jax.config.checks import check
 from taco_jax.launch.preemption import StopRequests
 from taco_jax.mesh import make_mesh
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         metrics=MetricsConfig(every=1 << 30),
     ))  # fmt: skip
     runs.folder("--out", args.out)
-    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=config.chains > 1)
+    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=chains(config)[0] > 1)
     results = measure(config, args.rounds, args.steps_per_round)
     text = table(results)
     print(text, flush=True)

@@ -19,6 +19,7 @@ from taco_jax.nn.tensor_parallel import (
     row_product,
     scatter_to_sp,
     start_sum,
+    start_sum_with_feedback,
     to_varying,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "row_product",
     "scatter_to_sp",
     "start_sum",
+    "start_sum_with_feedback",
     "to_varying",
 ]

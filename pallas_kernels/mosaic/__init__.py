@@ -4,9 +4,10 @@
 sets environment variables.
 """
 
-from pallas_kernels.mosaic.tiling import why_unsupported
+from pallas_kernels.mosaic.tiling import RESIDUAL, RESIDUAL_OF_SUM, why_unsupported
 
-_OPERATIONS = ("decode", "encode", "reduce_decode", "reduce_encode", "sum_decode")
+_OPERATIONS = ("decode", "encode", "encode_with_residual", "reduce_decode", "reduce_encode",
+               "reduce_encode_with_residual", "sum_decode")  # fmt: skip
 
 
 def __getattr__(name: str):
@@ -17,4 +18,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [*_OPERATIONS, "why_unsupported"]
+__all__ = [*_OPERATIONS, "RESIDUAL", "RESIDUAL_OF_SUM", "why_unsupported"]

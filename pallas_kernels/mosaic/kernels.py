@@ -69,12 +69,31 @@ class EncodeScratch(NamedTuple):
     x_full: Any  # [W S]
 
 
+class ResidualScratch(NamedTuple):
+    """Budget of `encode` that leaves the residual: that of `EncodeScratch`, and what is written back.
+
+    | resource | count | int4h in bfloat16: W = 2, S = 3 |
+    |---|---|---|
+    | errors_s | W tiles of x's dtype | 2 x 16,384 bytes |
+    """
+
+    x_s: Any
+    matrices_s: Any
+    codes_s: Any
+    scales_s: Any
+    matrices_full: Any
+    x_full: Any
+    errors_s: Any  # [W, 64, row]
+
+
 BUFFERS = 2  # of outgoing tiles: one is written while the other one is copied
 
 
-def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.Array, jax.Array]:
+def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0), error_rows: int = 0) -> tuple[jax.Array, ...]:
     """Encodes rows [R, row] of all messages, missing ones zero: (wires uint8[P, W], largest |z| as bits int32[*, 4]).
 
+    error_rows: of the residual x - decode(wires), which is then returned too, in x's dtype[error_rows, row] of messages
+    that lie side by side.
     exponents: int32[1], or int32[P] for scale "site", or None. seed: uint32[2] or None. offsets: as of
     `tile_codec.rounding_noise`. One worker, a warpgroup:
 
@@ -88,21 +107,24 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
                 scale = block_scale(amax)
                 cast_and_pack(z / scale)
             store: codes through codes_s by a copy, scale bytes from registers
+            with residuals: errors_s = x_s - scale * unrotate(codes_s), by a copy; only then is the slot free
         put the largest |z| of all tiles
     """
     tiling.check_alignment()
     rotator = rotation.Rotator(tiling, rotation.operand_dtype(x_RC.dtype))
     inputs = CodecInputs(tiling, exponents, seed)
     stage_bytes = TILE_ROWS * tiling.row_elements * x_RC.dtype.itemsize
-    # Two warpgroups saturate HBM (H100). Unrotated sub-8-bit codes are ALU-bound, so they get four.
-    most = 4 if not rotator.active and tiling.fmt.bits < 8 else 2
+    # Two warpgroups saturate HBM (H100). Unrotated sub-8-bit codes are ALU-bound, so they get four, and three where x
+    # and its values are in registers at the same time.
+    most = (3 if error_rows else 4) if not rotator.active and tiling.fmt.bits < 8 else 2
+    out_bytes = WireWriter.scratch_bytes(tiling, BUFFERS) + (stage_bytes if error_rows else 0)
     workers, stages = pipeline.fit(
-        tiling, rotator.bytes, stage_bytes, WireWriter.scratch_bytes(tiling, BUFFERS), stages=(3, 2), enough=most,
-        most=most, may_be_dynamic=True,
-    )  # fmt: skip
+        tiling, rotator.bytes, stage_bytes, out_bytes, stages=(3, 2), enough=most, most=most, may_be_dynamic=True
+    )
+    x_transforms = rotation.transforms(x_RC.dtype, tiling.chunk)
     warpgroups, width = workers.warpgroups, WireWriter.tensor_width(tiling)
 
-    def encode_tiles(scheduler, s: EncodeScratch, x_g, matrices_g, exponents_g, seed_g, wires_g, maxima_g):
+    def encode_tiles(scheduler, s, x_g, matrices_g, exponents_g, seed_g, wires_g, maxima_g, *errors_g):
         wg = workers.warpgroup()
         rotator.load(matrices_g, s.matrices_s, s.matrices_full, wg)
         writer = WireWriter(
@@ -119,12 +141,32 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
             message, row = tiling.locate(tile)
             plgpu.barrier_wait(s.x_full.at[wg * stages + slot])
             z = rotator.rotate(s.x_s.at[wg, slot], s.matrices_s)
-            free()
+            if not errors_g:
+                free()
             noise = inputs.noise(seed_g, message, row, offsets)
             buffer = writer.free_buffer(parity)
             found, scale_planes = encode_tile(tiling, z, writer.exponent(message), noise, buffer)
             writer.store(message, row, buffer, scale_planes)
+            if errors_g:
+                scales = decoded_scales(tiling, scale_planes, writer.exponent(message))
+                put_residual(message, row, s.x_s.at[wg, slot], buffer, scales)
+                free()
             return jnp.maximum(largest, found)
+
+        def put_residual(message, row, x_s, buffer, scales):
+            codes = tile_codec.load_codes(
+                tiling, buffer, jnp.float16 if rotator.active else jnp.float32, swizzled=width is not None
+            )
+            values = tile_codec.scale_rows(tiling, rotator.unrotate_codes(codes, s.matrices_s), scales)
+            # Its last copy came before that of the codes.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            xs = tile_codec.load_values(tiling, x_s)
+            # In the dtype of x, as `decode` returns them.
+            errors = [x - v.astype(x_RC.dtype).astype(jnp.float32) for x, v in zip(xs, values)]
+            out = s.errors_s.at[wg]
+            tile_codec.store_tile(tiling, out, [e.astype(x_RC.dtype) for e in errors], x_transforms)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, errors_g[0].at[pl.ds(message * tiling.rows + row, TILE_ROWS)])
 
         def begin():
             writer.fill()
@@ -138,7 +180,7 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
     shape = (warpgroups, stages, TILE_ROWS, tiling.row_elements)
     codes_s, scales_s = WireWriter.scratch(tiling, warpgroups, BUFFERS, width)
     scratch = EncodeScratch(
-        x_s=plgpu.SMEM(shape, x_RC.dtype, transforms=rotation.transforms(x_RC.dtype, tiling.chunk)),
+        x_s=plgpu.SMEM(shape, x_RC.dtype, transforms=x_transforms),
         matrices_s=rotator.scratch,
         codes_s=codes_s,
         scales_s=scales_s,
@@ -146,10 +188,23 @@ def encode(tiling: Tiling, x_RC, exponents, seed, offsets=(0, 0)) -> tuple[jax.A
         x_full=plgpu.Barrier(num_barriers=warpgroups * stages),
     )
     out_type = [WireWriter.out_type(tiling, width), WireWriter.maxima_type(workers)]
-    wires, bits = pipeline.call(
+    if error_rows:
+        errors_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row_elements), x_RC.dtype, transforms=x_transforms)
+        scratch = ResidualScratch(*scratch, errors_s)
+        out_type.append(jax.ShapeDtypeStruct((error_rows, tiling.row_elements), x_RC.dtype))
+        encode_tiles.__name__ = "encode_tiles_with_residual"
+    wires, *others = pipeline.call(
         encode_tiles, [x_RC, rotator.operand, *inputs.arrays], out_type, scratch=scratch, workers=workers
     )
-    return wires.reshape(tiling.geometry.messages, -1), bits
+    return wires.reshape(tiling.geometry.messages, -1), *others
+
+
+def decoded_scales(tiling: Tiling, scale_planes: list, exponent) -> list:
+    """Returns the scales of a tile's blocks as a decoder reads them from these bytes, as `WireReader.scales`."""
+    fmt = tiling.fmt
+    if fmt.scale == "site":
+        return [tile_codec.read_scales(fmt, [(exponent + 127) & 0xFF], None)] * tiling.blocks_per_row
+    return [tile_codec.read_scales(fmt, planes, exponent) for planes in scale_planes]
 
 
 def largest_scale(bits: jax.Array, tiling: Tiling) -> jax.Array:
@@ -182,10 +237,26 @@ class ReduceScratch(NamedTuple):
     codes_full: Any  # [W S N]
 
 
-def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0)):
+class SumResidualScratch(NamedTuple):
+    """Budget of `reduce` that leaves the residual: that of `ReduceScratch`, and errors_s, W tiles of x's dtype."""
+
+    codes_s: Any
+    in_scales_s: Any
+    x_s: Any
+    matrices_s: Any
+    out_s: Any
+    scales_s: Any
+    matrices_full: Any
+    x_full: Any
+    codes_full: Any
+    errors_s: Any  # [W, 64, row]
+
+
+def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0), residual=False):
     """Sums P wires [P, W] and the own rows of x: the middle of an all-reduce.
 
     Returns (wire uint8[1, W], largest |z| as bits int32[*, 4]) where `dtype` is None, else the sum dtype[rows, row].
+    residual: with the wire also the sum less what that says of it, both in x's dtype[rows, row].
     x_RC and rank (int32[1]) are None where every term is in a wire. The own term is not quantised. One worker:
 
         start copies of the first S tiles, of all wires and of x
@@ -215,14 +286,16 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     tile_elements = TILE_ROWS * tiling.row_elements
     own_bytes = tile_elements * x_dtype.itemsize if has_own else 0
     out_bytes = WireWriter.scratch_bytes(sum_tiling, 1) if to_wire else tile_elements * y_dtype.itemsize
+    out_bytes += tile_elements * x_dtype.itemsize if residual else 0
     stage_bytes = n_wires * reader.scratch_bytes() + own_bytes
     # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
     # is the limit, and wanted more where instructions are.
     workers, stages = pipeline.fit(
-        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2, most=3 if to_wire else 2,
+        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2,
+        most=3 if to_wire and not residual else 2,
         # Sums of other formats have more instructions and are 4 % slower with the scheduler; a product after the
         # sum leaves it no register.
-        may_be_dynamic=to_wire and fmt.bits == 8,
+        may_be_dynamic=to_wire and fmt.bits == 8 and not residual,
     )  # fmt: skip
     warpgroups = workers.warpgroups
     # An unrolled start of all wires' copies keeps the addresses of each in registers. Three warpgroups (168 a thread)
@@ -231,7 +304,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     width = WireWriter.tensor_width(sum_tiling)
 
     def reduce_tiles(
-        scheduler, s: ReduceScratch, codes_g, scales_g, x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g
+        scheduler, s, codes_g, scales_g, x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g
     ):  # fmt: skip
         wg = workers.warpgroup()
         rotator.load(matrices_g, s.matrices_s, s.matrices_full, wg)
@@ -307,6 +380,8 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
                 buffer = writer.free_buffer(parity)
                 found, scale_planes = encode_tile(sum_tiling, list(total), writer.exponent(jnp.int32(0)), noise, buffer)
                 writer.store(jnp.int32(0), row, buffer, scale_planes)
+                if residual:
+                    put_residual(row, list(total), buffer, decoded_scales(sum_tiling, scale_planes, exponent_of_sum()))
                 return jnp.maximum(largest, found)
             values = rotator.unrotate(list(total), s.matrices_s, y_dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -315,6 +390,23 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, outputs_g[0].at[pl.ds(row, TILE_ROWS)])
             return largest
+
+        def exponent_of_sum():
+            return writer.exponent(jnp.int32(0))
+
+        def put_residual(row, total, buffer, scales):
+            in_x = lambda values: [v.astype(x_dtype).astype(jnp.float32) for v in values]
+            sums = in_x(rotator.unrotate(total, s.matrices_s, x_dtype))
+            codes = tile_codec.load_codes(
+                sum_tiling, buffer, jnp.float16 if rotator.active else jnp.float32, swizzled=width is not None
+            )
+            said = in_x(tile_codec.scale_rows(sum_tiling, rotator.unrotate_codes(codes, s.matrices_s), scales))
+            # Its last copy ended before the codes were written.
+            out = s.errors_s.at[wg]
+            errors = [(a - b).astype(x_dtype) for a, b in zip(sums, said)]
+            tile_codec.store_tile(sum_tiling, out, errors, rotation.transforms(x_dtype, tiling.chunk))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, outputs_g[2].at[pl.ds(row, TILE_ROWS)])
 
         nothing = WireWriter.no_maxima(sum_tiling)
         largest = pipeline.run(workers, stages, load, work, carry=nothing, begin=begin, scheduler=scheduler)
@@ -342,9 +434,15 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         x_full=plgpu.Barrier(num_barriers=warpgroups * stages),
         codes_full=reader.barrier(warpgroups * stages * n_wires),
     )
+    if residual:
+        transforms = rotation.transforms(x_dtype, tiling.chunk)
+        errors_s = plgpu.SMEM((warpgroups, TILE_ROWS, tiling.row_elements), x_dtype, transforms=transforms)
+        scratch = SumResidualScratch(*scratch, errors_s)
+        out_type.append(jax.ShapeDtypeStruct((sum_tiling.rows, tiling.row_elements), x_dtype))
+        reduce_tiles.__name__ = "reduce_tiles_with_residual"
     arrays = [*reader.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays]
     out = pipeline.call(reduce_tiles, arrays, out_type, scratch=scratch, workers=workers)
-    return (out[0].reshape(1, -1), out[1]) if to_wire else out
+    return (out[0].reshape(1, -1), *out[1:]) if to_wire else out
 
 
 class DecodeScratch(NamedTuple):

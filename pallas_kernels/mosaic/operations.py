@@ -9,6 +9,7 @@ one kernel for messages of whole rows (128 elements, or a block of 256); see `ra
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.formats import MAX_EXPONENT, Format, Geometry, check_operands, check_seed
 from pallas_kernels.mosaic import kernels, ragged
@@ -38,6 +39,49 @@ def encode(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, in
         fmt, wires, geometry.per_message, where.message, first=where.block, count=count, tile_wire=small
     )
     return wires, jnp.maximum(largest, kernels.largest_scale(maxima, tile))
+
+
+def encode_with_residual(fmt: Format, geometry: Geometry, x_S, exponent=None, seed=None, *, interpret=None):
+    """Encodes dtype[S] as `encode`, and returns what the wires lost too, in one pass: (wires, largest, x - decoded).
+
+    The residual is x's dtype[S] of whole geometries, else dtype[P * n] of the messages side by side, of which what lies
+    beyond x has no meaning. It is that of `decode`, whose values are rounded to x's dtype. With a rotation, sums of
+    8-bit floats are made of bfloat16 operands where `decode` takes float16; integers are exact in both.
+    """
+    check_operands(fmt, geometry, x_S)
+    check_seed(fmt, seed)
+    if not ragged.tiles_fit(fmt, geometry):
+        larger = ragged.padded(fmt, geometry)
+        x_PN = ragged.messages_of(geometry, x_S, larger.per_message)
+        wires, largest, error = encode_with_residual(fmt, larger, x_PN.reshape(-1), exponent, seed, interpret=interpret)
+        error_PN = error.reshape(geometry.messages, -1)[:, : geometry.per_message]
+        wires = ragged.relay(fmt, wires, larger.per_message, geometry.per_message)
+        return wires, largest, error_PN.reshape(-1)[: _residual_elements(geometry)]
+    tiling = Tiling(fmt, geometry, interpret)
+    x_RC = ragged.rows_of(fmt, x_S)
+    rows = ragged.whole_elements(fmt, _residual_elements(geometry)) // tiling.row_elements
+    wires, maxima, error_RC = kernels.encode(tiling, x_RC, _exponents(tiling, exponent), seed, error_rows=rows)
+    largest, where = kernels.largest_scale(maxima, tiling), ragged.tail(fmt, geometry)
+    if where is None:
+        return wires, largest, error_RC.reshape(-1)
+    tile = ragged.tile_tiling(fmt, 1, interpret)
+    offsets = (where.message, where.block * fmt.block)
+    own = _exponents(tile, exponent), seed, offsets
+    small, maxima, error_t = kernels.encode(tile, _tile_of(fmt, x_S, where), *own, error_rows=TILE_ROWS)
+    count = fmt.n_blocks(where.elements)
+    wires = ragged.put_blocks(
+        fmt, wires, geometry.per_message, where.message, first=where.block, count=count, tile_wire=small
+    )
+    largest, error_t = jnp.maximum(largest, kernels.largest_scale(maxima, tile)), error_t.reshape(-1)[: where.elements]
+    if geometry.is_whole:
+        return wires, largest, jnp.concatenate([error_RC.reshape(-1), error_t])
+    start = where.message * geometry.per_message + where.block * fmt.block
+    return wires, largest, lax.dynamic_update_slice(error_RC.reshape(-1), error_t, (start,))
+
+
+def _residual_elements(geometry: Geometry) -> int:
+    """Returns the elements of the residual of `encode_with_residual`."""
+    return geometry.elements if geometry.is_whole else geometry.messages * geometry.per_message
 
 
 def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None):
@@ -78,6 +122,22 @@ def reduce_encode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=No
         fmt, wire, geometry.per_message, 0, first=where.block, count=count, tile_wire=small, keep=other
     )
     return wire[0], jnp.maximum(largest, jnp.where(other, 0.0, kernels.largest_scale(maxima, tile)))
+
+
+def reduce_encode_with_residual(
+    fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, seed=None, *, interpret=None
+):
+    """Sums as `reduce_encode`: (wire, largest, the sum less what the wire says of it, x's dtype[n]), in one pass.
+
+    For messages of whole groups of rows, and x of bfloat16 or float32 (`RESIDUAL_OF_SUM` of `why_unsupported`).
+    """
+    check_operands(fmt, geometry, x_S, wires, rank=rank)
+    check_seed(fmt, seed)
+    tiling = Tiling(fmt, geometry, interpret)
+    rank = jnp.asarray(rank, jnp.int32)[None]
+    own = {"exponents": _exponents(tiling, exponent), "seed": seed, "residual": True}
+    wire, maxima, error_RC = kernels.reduce(tiling, wires, ragged.rows_of(fmt, x_S), rank, **own)
+    return wire[0], kernels.largest_scale(maxima, tiling), error_RC.reshape(-1)
 
 
 def reduce_decode(fmt: Format, geometry: Geometry, wires, x_S, rank, exponent=None, dtype=None, *, interpret=None):
@@ -164,4 +224,12 @@ def _exponents(tiling: Tiling, exponent):
     return jnp.broadcast_to(clipped, (tiling.geometry.messages,))
 
 
-__all__ = ["decode", "encode", "reduce_decode", "reduce_encode", "sum_decode"]
+__all__ = [
+    "decode",
+    "encode",
+    "encode_with_residual",
+    "reduce_decode",
+    "reduce_encode",
+    "reduce_encode_with_residual",
+    "sum_decode",
+]

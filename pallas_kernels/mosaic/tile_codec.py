@@ -139,11 +139,12 @@ def store_codes(tiling: Tiling, planes: list, codes_s) -> None:
         start += plane.shape[1]
 
 
-def load_codes(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
+def load_codes(tiling: Tiling, codes_s, dtype=jnp.float32, *, swizzled: bool = True) -> list[jax.Array]:
     """Returns the values of codes in memory [64, row_bytes], [64, chunk] arrays without the scales.
 
-    In global memory, which has no reshapes, codes are uint8[64 * row_bytes], and in `any_order`. Values are exact in
-    float32 and in float16, which the caller prefers; `dtype` is not promised.
+    swizzled: the memory is, where the tiling says so. In global memory, which has no reshapes, codes are
+    uint8[64 * row_bytes], and in `any_order`. Values are exact in float32 and in float16, which the caller prefers;
+    `dtype` is not promised.
     """
     fmt, interpret = tiling.fmt, tiling.interpret is not None
     width, chunk, block_bytes = layout.run_columns(fmt), tiling.chunk, fmt.block * fmt.bits // 8
@@ -153,7 +154,7 @@ def load_codes(tiling: Tiling, codes_s, dtype=jnp.float32) -> list[jax.Array]:
     if pack_int.can_unpack(fmt) and not interpret:
         blocks = [pack_int.unpack_block(fmt, codes_s, start, dtype, pitch) for start in starts]
     else:
-        swizzled = tiling.swizzle_bytes is not None
+        swizzled = swizzled and tiling.swizzle_bytes is not None
         whole = compat.load(codes_s, plgpu.Layout.WGMMA, optimized=True) if swizzled else None
 
         def plane(start):

@@ -36,6 +36,10 @@ MAX_RANKS = 16
 MAX_MESSAGE_BYTES = 2**31 - 1  # offsets are int32
 
 
+# The operations of `encode_with_residual` and `reduce_encode_with_residual`, as `why_unsupported` takes them.
+RESIDUAL, RESIDUAL_OF_SUM = "encode with residual", "reduce with residual"
+
+
 @dataclass(frozen=True)
 class Tiling:
     """One operation's tiles. `interpret` is what `plgpu.kernel` takes: None on a GPU.
@@ -139,7 +143,7 @@ class Tiling:
 
 
 def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
-    """Returns why `operation` (encode, reduce, decode) has no kernel; None where it has. Needs no GPU.
+    """Returns why `operation` (encode, reduce, decode, `RESIDUAL`...) has no kernel; None where it has. Needs no GPU.
 
     geometry: or a count of elements.
     """
@@ -153,8 +157,15 @@ def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry 
             f"blocks of {fmt.block} of {dtype} with rotation {fmt.rotation!r} need {need} bytes of shared memory "
             f"to {operation}, and a multiprocessor has {SMEM_BYTES}"
         )
+    if operation == RESIDUAL_OF_SUM:
+        row = GROUP_ROWS * max(MIN_ROW_ELEMENTS, fmt.block)
+        g = geometry if isinstance(geometry, Geometry) else Geometry(geometry, 1, geometry)
+        if any(n % row for n in (g.elements, g.per_message, g.distance, g.offset)) or 8 * row > g.per_message:
+            return "sums of messages that are no whole groups of rows are encoded without their residual"
+        if dtype == "float16" or g.messages == 1:
+            return "sums of float16 are encoded without their residual"
     if isinstance(geometry, Geometry):
-        if operation == "reduce" and geometry.messages > MAX_RANKS:
+        if operation in ("reduce", RESIDUAL_OF_SUM) and geometry.messages > MAX_RANKS:
             return f"mosaic reduces over at most {MAX_RANKS} ranks, not {geometry.messages}"
         if fmt.wire_bytes(geometry.per_message) > MAX_MESSAGE_BYTES:
             return f"a message of {geometry.per_message} elements is over 2 GiB; more ranks or chunks make it smaller"
@@ -169,8 +180,9 @@ def _least_smem_bytes(fmt: Format, operation: str, dtype: str, messages: int) ->
     # A block of 256 is two halves: of its four matrices three are alike, or with signs two.
     distinct = {"none": 0, "hadamard": 2, "signed_hadamard": 3}[fmt.rotation] if fmt.block == 256 else 1
     matrices = (distinct * min(fmt.block, 128) ** 2 if fmt.rotation != "none" else 64 * 64) * 2
-    if operation == "encode":
-        return matrices + 2 * tile + 2 * codes + scales
+    if operation in ("encode", RESIDUAL):
+        return matrices + (3 if operation == RESIDUAL else 2) * tile + 2 * codes + scales
     if operation == "decode":
         return matrices + 2 * codes + 2 * tile
-    return matrices + max(1, messages - 1) * codes + 2 * tile + scales
+    tiles = 3 if operation == RESIDUAL_OF_SUM else 2
+    return matrices + max(1, messages - 1) * codes + tiles * tile + scales

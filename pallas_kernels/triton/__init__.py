@@ -5,13 +5,18 @@ first run.
 """
 
 from pallas_kernels.triton.operations import (
+    RESIDUAL,
     decode,
     decode_into,
     encode,
+    encode_with_residual,
     reduce_decode,
     reduce_encode,
     sum_decode,
     why_unsupported,
 )
 
-__all__ = ["decode", "decode_into", "encode", "reduce_decode", "reduce_encode", "sum_decode", "why_unsupported"]
+__all__ = [
+    "RESIDUAL", "decode", "decode_into", "encode", "encode_with_residual", "reduce_decode", "reduce_encode",
+    "sum_decode", "why_unsupported",
+]  # fmt: skip

@@ -1,6 +1,7 @@
 """The kernels: persistent programs, each of which takes every so many tiles of all messages.
 
-    encode       x (or the sum of wires and the owner's chunk of x) -> wires, and the largest block maximum
+    encode       x (or the sum of wires and the owner's chunk of x) -> wires, and the largest block maximum;
+                 with the residual, what the wires lost of x as well
     decode       wires (or their sum, ...) -> x
 
 `maxima` is encode's first pass where a message has one scale and no exponent is known for it yet. The same functions
@@ -46,6 +47,33 @@ def encode_kernel(
     elements_, per_message_, offset_, distance_, messages_,
     out_ptr, largest_ptr, R: tl.constexpr,
 ):  # fmt: skip
+    _encode(
+        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr=message_maxima_ptr, elements_=elements_,
+        per_message_=per_message_, offset_=offset_, distance_=distance_, messages_=messages_, out_ptr=out_ptr,
+        largest_ptr=largest_ptr, error_ptr=x_ptr, R=R,
+    )  # fmt: skip
+
+
+@triton.jit
+def encode_with_residual_kernel(
+    x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr,
+    elements_, per_message_, offset_, distance_, messages_,
+    out_ptr, largest_ptr, error_ptr, R: tl.constexpr,
+):  # fmt: skip
+    """Also x less what the wires say of it, message after message."""
+    _encode(
+        x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr=message_maxima_ptr, elements_=elements_,
+        per_message_=per_message_, offset_=offset_, distance_=distance_, messages_=messages_, out_ptr=out_ptr,
+        largest_ptr=largest_ptr, error_ptr=error_ptr, R=R,
+    )  # fmt: skip
+
+
+@triton.jit
+def _encode(
+    x_ptr, wires_ptr, rank_ptr, exponent_ptr, seed_ptr, message_maxima_ptr,
+    elements_, per_message_, offset_, distance_, messages_,
+    out_ptr, largest_ptr, error_ptr, R: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = R.rows
     per_message, blocks, tiles = _counts(per_message_, R)
     messages = 0 - messages_
@@ -53,6 +81,7 @@ def encode_kernel(
     exponent = tl.load(exponent_ptr)
     length = memory.message_bytes(blocks, R)
     h = hadamard(x_ptr.dtype.element_ty, R)
+    h_values = hadamard(tl.float16, R) if R.residual else h
     largest = tl.zeros((ROWS,), tl.int32)
     for tile in tl.range(tl.program_id(0), messages * tiles, tl.num_programs(0), num_stages=R.stages):
         message = tile // tiles
@@ -68,6 +97,12 @@ def encode_kernel(
         out = out_ptr + message.to(tl.int64) * length
         memory.store_bytes(out, first, blocks, pack(codes, R), R)
         memory.store_scales(out, first, blocks, planes, R)
+        if R.residual:
+            _store_residual(
+                x_ptr, error_ptr, message, first, elements_, per_message=per_message, offset_=offset_,
+                distance_=distance_, codes=codes, planes=planes, exponent=exponent, message_maximum=message_maximum,
+                h=h_values, R=R,
+            )  # fmt: skip
     for message in tl.range(tl.program_id(0), messages, tl.num_programs(0)):
         code = scales.site_code(exponent, tl.load(message_maxima_ptr + message), R) if R.is_site else 0
         memory.store_rest(out_ptr + tl.cast(message, tl.int64) * length, blocks, code, R)
@@ -135,6 +170,31 @@ def decode_kernel(
                 h_own, R,
             )  # fmt: skip
             memory.store_values(y_ptr + begin, per_message - begin, unrotate(zs, None, h, R), R)
+
+
+@triton.jit
+def _store_residual(
+    x_ptr, error_ptr, message, first, elements_, per_message, offset_, distance_, codes, planes, exponent,
+    message_maximum, h, R: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of x less the values of its codes and scale bytes, which are as `decode_kernel` makes them."""
+    ROWS: tl.constexpr = R.rows
+    if R.is_site:
+        planes = (scales.site_code(exponent, message_maximum, R),)
+    scale = tl.broadcast_to(scales.read(planes, exponent, R), (ROWS,))
+    ys = unrotate(_from_codes(codes, not R.rotated, R), scale, h, R)
+    # Read once more: that it is in a cache costs less than registers that keep it.
+    xs = _chunk(x_ptr, message, first, elements_, per_message, offset_=offset_, distance_=distance_, R=R)
+    errors = ()
+    for i in tl.static_range(R.parts):
+        y = ys[i].to(x_ptr.dtype.element_ty).to(tl.float32)
+        errors = errors + (xs[i].to(tl.float32) - y,)
+    begin = first.to(tl.int64) * R.block
+    start = message.to(tl.int64) * per_message
+    # The residual of a whole geometry ends with x.
+    whole = (offset_ == 0) & (_length(distance_) == per_message)
+    available = tl.minimum(per_message, tl.where(whole, _length(elements_) - start, per_message)) - begin
+    memory.store_values(error_ptr + tl.multiple_of(start + begin, R.align), available, errors, R)
 
 
 @triton.jit
@@ -217,7 +277,11 @@ def _scale(wire_ptr, exponent, first, blocks, R: tl.constexpr):
 @triton.jit
 def _values(wire_ptr, first, blocks, WIDE: tl.constexpr, R: tl.constexpr):
     """The values that a tile's codes stand for, float32 or float16, as `parts` tensors."""
-    codes = unpack(memory.load_bytes(wire_ptr, first, blocks, R), R)
+    return _from_codes(unpack(memory.load_bytes(wire_ptr, first, blocks, R), R), WIDE, R)
+
+
+@triton.jit
+def _from_codes(codes, WIDE: tl.constexpr, R: tl.constexpr):
     values = ()
     for i in tl.static_range(R.code_parts):
         values = values + (from_codes(codes[i], WIDE, R),)

@@ -25,8 +25,11 @@ from pallas_kernels.formats import (
 from pallas_kernels.triton.launch import Launch, capability, launch, multiprocessors
 from pallas_kernels.triton.recipe import Recipe, Tuning, alignment, recipe, tuning
 
+# The operation of `encode_with_residual`, as `why_unsupported` takes it.
+RESIDUAL = "encode"
 
-def why_unsupported(fmt: Format, operation: str, dtype: str) -> str | None:
+
+def why_unsupported(fmt: Format, operation: str, dtype: str, geometry: Geometry | int = 1) -> str | None:
     """Returns why `operation` (encode, reduce, decode) cannot run on GPUs from capability 8.0 on; None where it can."""
     return why_no_kernels("triton", fmt, dtype)
 
@@ -38,6 +41,22 @@ def encode(fmt: Format, geometry: Geometry, x, exponent=None, seed=None) -> tupl
     call = _Call(fmt, "encode", geometry, x.dtype, exponent)
     wires, largest = call.encode(geometry.messages, x, call.nothing, call.nothing, seed)
     return wires.reshape(geometry.messages, -1), largest
+
+
+def encode_with_residual(
+    fmt: Format, geometry: Geometry, x, exponent=None, seed=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dtype[S] -> (wires and largest scale of `encode`, x - decoded), in one pass.
+
+    The residual is x's dtype[S] of whole geometries, else dtype[P * n] of the messages side by side.
+    """
+    check_operands(fmt, geometry, x)
+    check_seed(fmt, seed)
+    call = _Call(fmt, "encode", geometry, x.dtype, exponent, residual=True)
+    size = geometry.elements if geometry.is_whole else geometry.messages * geometry.per_message
+    out = jax.ShapeDtypeStruct((size,), x.dtype)
+    wires, largest, error = call.encode(geometry.messages, x, call.nothing, call.nothing, seed, residual=out)
+    return wires.reshape(geometry.messages, -1), largest, error
 
 
 def reduce_encode(
@@ -105,23 +124,26 @@ class _Call:
     def programs(self, messages: int) -> int:
         return min(messages * self.tiles, self.tuning.programs * multiprocessors())
 
-    def encode(self, messages: int, x, wires, rank, seed):
+    def encode(self, messages: int, x, wires, rank, seed, residual=None):
+        """Returns (wires, largest scale), and the residual where its shape is given."""
         maxima = self.nothing
         if self.fmt.scale == "site":
             maxima = self._message_maxima(messages, x, wires, rank)
         grid = (self.programs(messages),)
-        wires, largest = self._launch(
-            "encode_kernel",
+        wires, largest, *error = self._launch(
+            "encode_kernel" if residual is None else "encode_with_residual_kernel",
             [x, wires, rank, self.exponent, self.nothing if seed is None else seed, maxima],
             (*self.sizes, -messages),
             [
                 jax.ShapeDtypeStruct((messages * self.fmt.wire_bytes(self.geometry.per_message),), jnp.uint8),
                 jax.ShapeDtypeStruct(grid, jnp.int32),
+                *([] if residual is None else [residual]),
             ],
             grid,
         )
         amax = jax.lax.bitcast_convert_type(jnp.max(largest), jnp.float32)
-        return wires, jnp.where(amax < jnp.inf, amax * self.fmt.reciprocal_maximum, jnp.nan)
+        largest = jnp.where(amax < jnp.inf, amax * self.fmt.reciprocal_maximum, jnp.nan)
+        return wires, largest, *error
 
     def decode(self, messages: int, n_out: int, dtype, x, wires, rank, aliases=None):
         y = jax.ShapeDtypeStruct((n_out,), dtype)
@@ -155,4 +177,4 @@ def _scalar(value) -> jax.Array:
     return jnp.asarray(value, jnp.int32).reshape(1)
 
 
-__all__ = ["decode", "decode_into", "encode", "reduce_decode", "reduce_encode", "sum_decode"]
+__all__ = ["decode", "decode_into", "encode", "encode_with_residual", "reduce_decode", "reduce_encode", "sum_decode"]

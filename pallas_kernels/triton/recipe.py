@@ -69,6 +69,7 @@ class Recipe:
     casts_back: bool
     ranks: int = 0
     own: bool = False
+    residual: bool = False
 
     @property
     def pieces(self) -> int:

@@ -212,7 +212,7 @@ def open_subject(options: argparse.Namespace, config: TrainConfig, use: str, *, 
     length = options.length or (config.data.sequence_length if has_config else min(512, config.model.max_length))
     if length > config.model.max_length:
         raise ConfigError(f"--length {length}: the model's longest sequence has {config.model.max_length} tokens")
-    training, chains = use == "training", config.chains
+    training = use == "training"
     elements = (microbatch(config) if training else 1) * length * config.model.d_model
     config = _alone(config, length)
     # Data that cannot be read must not be found out after a training.
@@ -230,13 +230,12 @@ def open_subject(options: argparse.Namespace, config: TrainConfig, use: str, *, 
     from taco_jax.inference.settings import ROWS
     from taco_jax.models import decoder
 
-    can = not (parallel.sequence_parallel or config.model.post_norms or training and chains > 1)
+    can = not (parallel.sequence_parallel or config.model.post_norms)
     wanted = options.feedback == "on" if options.feedback else not training or config.compression.error_feedback
     if options.feedback == "on" and not can:
         raise ConfigError(
             "--feedback on: needs whole sequences and sums that are not normalised; leave it out "
-            f"(sequence_parallel={parallel.sequence_parallel}, model.post_norms={config.model.post_norms}, "
-            f"chains={chains})"
+            f"(sequence_parallel={parallel.sequence_parallel}, model.post_norms={config.model.post_norms})"
         )
     sites = decoder.site_names(config.model, config.mesh.tp) if training else tuple(f"layers/{row}" for row in ROWS)
     by = options.by or ("kind" if training else "layer")

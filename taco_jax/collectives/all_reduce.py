@@ -12,9 +12,8 @@ One-shot has one hop, and each rank sends P-1 messages' worth of bytes. With two
 two-shot in one hop. The own term is quantised and decoded like every other, so all ranks sum the same values and end
 bit-identical.
 
-A residual, for `error_feedback.py`, is what the wires lost of this rank's part. Nothing is sent for it: a rank has the
-wires that it sent, and in two-shot the owner of a share has the sum that it encoded. It costs a decoding of the own
-wires, and in two-shot 1/P of a reduction.
+A residual, for `error_feedback.py`, is what the wires lost of this rank's part. Nothing is sent for it: the encoder
+leaves it behind, and in two-shot the encoder of the sum that of the own share.
 
 Dim letters: P ranks (shares), N elements of a share, S elements of x.
 """
@@ -47,8 +46,8 @@ def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     x_S = to_varying(x, message.axis).reshape(-1)
     chunks = cut(dispatch.Geometry(x.size, 1, x.size), message.chunks, codec.block)
     send = lambda wires: gather(message, wires[0], "invarying")
-    own = [] if message.feedback else None
-    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=send, own=own)
+    lost = [] if message.feedback else None
+    gathered, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=send, lost=lost)
     gathered = yield gathered
     pieces = [
         dispatch.sum_decode(codec, wires, geometry.per_message, x.dtype, exponent, backend=message.backend)
@@ -57,7 +56,7 @@ def _one_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     message.record("psum", x.size, x.dtype, hops)
     y = (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)).reshape(x.shape)
     if message.feedback:
-        error_S = residual_of_wires(message, chunks, own, x_S, exponent)
+        error_S = join_residuals(chunks, lost)
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -69,18 +68,18 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     share = dispatch.Geometry(x.size, p, chunk_elements(codec, x.size, p))
     x_S, rank = to_varying(x, message.axis).reshape(-1), lax.axis_index(message.axis)
     chunks = cut(share, message.chunks, codec.block)
-    own = [] if message.feedback else None
+    lost = [] if message.feedback else None
     swapped = lambda wires: swap(message, wires)
-    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=swapped, own=own)
+    arrived, measures, hops = send_chunks(message, chunks, x_S, exponent, key=key, send=swapped, lost=lost)
     arrived = yield arrived
-    gathered, lost = [], []
+    gathered, of_sums = [], []
+    encode = dispatch.reduce_encode_with_residual if message.feedback else dispatch.reduce_encode
     for k, (geometry, received) in enumerate(zip(chunks, arrived)):
-        wire, measure = dispatch.reduce_encode(
+        wire, measure, *residual = encode(
             codec, geometry, received, x_S, rank=rank, exponent=exponent, key=message.key(key, 1, k),
             with_stats=message.with_stats, backend=message.backend,
         )  # fmt: skip
-        if message.feedback:
-            lost.append(residual_of_share(message, geometry, received, x_S, rank=rank, exponent=exponent, wire=wire))
+        of_sums += residual
         wires, sent = gather(message, after(gathered, wire), "invarying")
         gathered.append(wires)
         measures.append(measure)
@@ -89,7 +88,7 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     gathered = yield gathered
     y = dispatch.decode_chunks(codec, chunks, gathered, x.dtype, exponent, backend=message.backend).reshape(x.shape)
     if message.feedback:
-        error_S = residual_of_wires(message, chunks, own, x_S, exponent=exponent, share=(rank, lost))
+        error_S = join_residuals(chunks, lost, share=(rank, of_sums))
         return (y, error_S.reshape(x.shape)), merge(measures)
     return y, merge(measures)
 
@@ -110,26 +109,19 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces), merge(measures)
 
 
-def residual_of_wires(message: Message, chunks, own: list, x_S: jax.Array, exponent, share=None) -> jax.Array:
-    """Returns x - decode(own wires), x's dtype[S].
+def join_residuals(chunks, lost: list[jax.Array], share=None) -> jax.Array:
+    """Returns the residual dtype[S] of a message from those of its chunks (`dispatch.encode_with_residual`).
 
-    own: the wires of each chunk. share: (rank, residuals of each of its chunks) where the own share of x did not go
-    through the wires.
+    share: (rank, residuals of each of its chunks) where the own share of x did not go through the wires.
     """
-    decoded_S = dispatch.decode_chunks(message.codec, chunks, own, x_S.dtype, exponent, backend=message.backend)
-    error_S = (x_S.astype(jnp.float32) - decoded_S).astype(x_S.dtype)
+    (p, n), size = (chunks[0].messages, chunks[0].distance), chunks[0].elements
+    error_S = lost[0]
+    if len(chunks) > 1:
+        error_S = jnp.concatenate([piece.reshape(p, -1) for piece in lost], axis=1).reshape(-1)[:size]
     if share is None:
         return error_S
-    (rank, lost), (p, n) = share, (chunks[0].messages, chunks[0].distance)
-    lost_N = lost[0] if len(lost) == 1 else jnp.concatenate(lost)
+    rank, of_sums = share
+    own_N = of_sums[0] if len(of_sums) == 1 else jnp.concatenate(of_sums)
     # Written where it belongs, so that no other share is copied; the last share may be longer than what is left of x.
-    error_S = jnp.pad(error_S, (0, p * n - x_S.size)) if p * n > x_S.size else error_S
-    return lax.dynamic_update_slice(error_S, lost_N, (rank * n,))[: x_S.size]
-
-
-def residual_of_share(message: Message, geometry, received, x_S: jax.Array, rank, exponent, wire) -> jax.Array:
-    """Returns the sum of a chunk of the own share less what its wire says, x's dtype[chunk]."""
-    codec, options = message.codec, {"backend": message.backend}
-    sum_N = dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, **options)
-    said_N = dispatch.sum_decode(codec, wire[None], geometry.per_message, x_S.dtype, exponent, **options)
-    return (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)
+    error_S = jnp.pad(error_S, (0, p * n - size)) if p * n > size else error_S
+    return lax.dynamic_update_slice(error_S, own_N, (rank * n,))[:size]

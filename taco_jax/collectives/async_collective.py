@@ -6,7 +6,7 @@ measure). Between the two the caller may order them against its own values.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -22,6 +22,12 @@ class AsyncCollective:
     def __init__(self, collective: Hopping, hops: int):
         self.hops, self._collective = hops, collective
         self._result, self._arrays = None, next(collective)
+        self._of_result: Callable[[Any], Any] = lambda y: y
+
+    def then(self, function: Callable[[Any], Any]) -> AsyncCollective:
+        """Makes `function` of the result the result. Call it before any hop has ended. Returns the collective."""
+        self._of_result = function
+        return self
 
     def overlap_with(self, value: jax.Array) -> jax.Array:
         """`value`, computed while the hop under way travels; then the next one starts, or the result is made.
@@ -47,7 +53,8 @@ class AsyncCollective:
             self._arrays = self._collective.send(arrays)
             self.hops -= 1
         except StopIteration as stop:
-            self._result, self.hops = stop.value, 0
+            y, measure = stop.value
+            self._result, self.hops = (self._of_result(y), measure), 0
 
 
 @jax.custom_jvp

@@ -20,10 +20,11 @@ from jax import lax
 
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.api import new_spelling, psum
+from taco_jax.collectives.async_collective import AsyncCollective, without_derivative
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call
 from taco_jax.collectives.manual_region import AxisName, axis_tuple, to_varying
 from taco_jax.collectives.message import Label, Message
-from taco_jax.collectives.vjp import Operation, apply, probing
+from taco_jax.collectives.vjp import Operation, apply, probing, start_all_reduce
 from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import Compression, check_feedback
 
@@ -77,6 +78,24 @@ def psum_with_feedback(
     if probing() and call.scales.slot is not None:
         x = x, jnp.zeros_like(x) if error is None else error
     return apply(operation, x, call.scales.exponents, call.scales.slot, call.key)
+
+
+def start_psum_with_feedback(
+    x, axis_name: AxisName, error, *, compression, scales=None, calls=1, site="psum"
+) -> AsyncCollective:
+    """The message of `psum_with_feedback` under way, whose result is (y, error'). As `start_psum` it has no derivative.
+
+    calls: how often it runs in a step.
+    """
+    call = _check_call("start_psum_with_feedback", axis_name, compression, scales=scales)
+    # As there in x's dtype.
+    x = to_varying(x + error.astype(x.dtype), axis_name)
+    message = call.message(Label(site, "forward", calls), x.shape, x.nbytes)
+    if not _loses(message):
+        return start_all_reduce(message, x, None, None).then(lambda y: (y, jnp.zeros_like(x)))
+    exponents = call.scales.exponents
+    exponent = None if exponents is None else exponents[0]
+    return start_all_reduce(dataclasses.replace(message, feedback=True), without_derivative(x), exponent, None)
 
 
 @new_spelling

@@ -92,21 +92,22 @@ def after(arrived: list[jax.Array], wire: jax.Array) -> jax.Array:
 
 
 def send_chunks(
-    message: Message, chunks, x_S: jax.Array, exponent, key, send, own: list | None = None
+    message: Message, chunks, x_S: jax.Array, exponent, key, send, lost: list | None = None
 ) -> tuple[list, list, Hops]:
     """A message's first hop: its chunks (geometries over x_S), encoded and sent one after the other.
 
-    send: wires uint8[P, W] -> (what arrives, hops). own: takes the wires of each chunk that this rank sends. Returns
-    what arrives and the measure of each chunk, and all hops.
+    send: wires uint8[P, W] -> (what arrives, hops). lost: takes the residual of each chunk, as of
+    `dispatch.encode_with_residual`. Returns what arrives and the measure of each chunk, and all hops.
     """
     arrived, measures, hops = [], [], []
+    encode = dispatch.encode if lost is None else dispatch.encode_with_residual
     for k, geometry in enumerate(chunks):
-        wires, measure = dispatch.encode(
+        wires, measure, *residual = encode(
             message.codec, geometry, x_S, exponent, message.key(key, 0, k), with_stats=message.with_stats,
             backend=message.backend,
         )  # fmt: skip
-        if own is not None:
-            own.append(wires)
+        if lost is not None:
+            lost += residual
         received, sent = send(after(arrived, wires))
         arrived.append(received)
         measures.append(measure)

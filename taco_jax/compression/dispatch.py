@@ -2,7 +2,7 @@
 
 The operations are what a fused kernel does in one pass over memory:
 
-* encode: x -> P wires (rotate, scale, cast, pack)
+* encode: x -> P wires (rotate, scale, cast, pack); encode_with_residual: also what the wires lost
 * reduce_encode, reduce_decode: P wires and the owner's own values -> their sum in f32, in rank order, own term
   unquantised (decode, rotate own, add), and encoded again, or rotated back
 * sum_decode: P wires -> the sum of what they say
@@ -156,6 +156,47 @@ def encode(
     return _where_it_can(codec, exponent, kernels, kernel, reference=reference, inputs=inputs)
 
 
+def encode_with_residual(
+    codec: Codec, geometry: Geometry, x_S: jax.Array, exponent=None, key=None, *, with_stats=False, backend="auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`encode`, and x - decode(wires) as x's dtype[S]; of a geometry that is a chunk dtype[P * N], its messages side by
+    side, where what lies beyond x has no meaning.
+
+    One pass where a kernel package has `encode_with_residual` for the format, else a decoding and a difference.
+    """
+    options = {"with_stats": with_stats, "backend": backend}
+
+    def separate():
+        wires, measure = encode(codec, geometry, x_S, exponent, key, **options)
+        p, n = geometry.messages, geometry.per_message
+        alone = geometry if geometry.is_whole else Geometry(p * n, p, n)
+        pieces = x_S if geometry.is_whole else _messages(x_S, geometry).reshape(-1)
+        decoded = decode(codec, alone, wires, x_S.dtype, exponent, backend=backend)
+        return wires, measure, (pieces.astype(jnp.float32) - decoded).astype(x_S.dtype)
+
+    def kernel():
+        given = geometry, x_S, _scalar(exponent), codec.seed(key)
+        wires, largest, error = kernels.encode_with_residual(to_format(codec), *given)
+        return tuple(_typed(y, *inputs) for y in (wires, largest[None], error))
+
+    inputs = x_S, exponent, key
+    kernels = _kernels(codec, "encode", x_S.dtype, x_S.size, backend=backend, geometry=geometry, with_stats=with_stats)
+    if kernels is not None and not _leaves_residual(kernels, "RESIDUAL", codec, x_S.dtype, geometry):
+        kernels = None
+    if kernels is not None:
+        # What reads wires is said too, as where it runs by itself.
+        implementation(codec, "decode", x_S.dtype, geometry.elements, backend=backend, geometry=geometry)
+    return _where_it_can(codec, exponent, kernels, kernel, reference=separate, inputs=inputs)
+
+
+def _leaves_residual(kernels, operation: str, codec: Codec, dtype, geometry: Geometry) -> bool:
+    """Returns whether a kernel package has an operation (the name of its name) that leaves the residual behind."""
+    operation = getattr(kernels, operation, None)
+    if operation is None:
+        return False
+    return kernels.why_unsupported(to_format(codec), operation, str(jnp.dtype(dtype)), geometry) is None
+
+
 def reduce_encode(
     codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, key=None, *, with_stats=False, backend="auto"
 ) -> tuple[jax.Array, jax.Array]:
@@ -176,6 +217,36 @@ def reduce_encode(
         codec, "reduce", x_S.dtype, geometry.per_message, backend=backend, geometry=geometry, with_stats=with_stats
     )
     return _where_it_can(codec, exponent, kernels, kernel, reference=reference, inputs=inputs)
+
+
+def reduce_encode_with_residual(
+    codec: Codec, geometry: Geometry, wires, x_S, rank, exponent=None, key=None, *, with_stats=False, backend="auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reduce_encode`, and the sum less what its wire says, both rounded to x's dtype[N].
+
+    One pass where a kernel package has `reduce_encode_with_residual` for the format, else two more kernels.
+    """
+
+    def separate():
+        given = {"rank": rank, "exponent": exponent, "key": key, "with_stats": with_stats, "backend": backend}
+        sent = reduce_encode(codec, geometry, wires, x_S, **given)
+        sum_N = reduce_decode(codec, geometry, wires, x_S, rank=rank, exponent=exponent, backend=backend)
+        said_N = sum_decode(codec, sent[0][None], geometry.per_message, x_S.dtype, exponent, backend=backend)
+        return *sent, (sum_N.astype(jnp.float32) - said_N).astype(x_S.dtype)
+
+    def kernel():
+        own = {"rank": rank, "exponent": _scalar(exponent), "seed": codec.seed(key)}
+        found = kernels.reduce_encode_with_residual(to_format(codec), geometry, wires, x_S, **own)
+        wire, largest, error = (_typed(y, *inputs) for y in found)
+        return wire, largest[None], error
+
+    inputs = wires, x_S, rank, exponent, key
+    kernels = _kernels(
+        codec, "reduce", x_S.dtype, geometry.per_message, backend=backend, geometry=geometry, with_stats=with_stats
+    )
+    if kernels is not None and not _leaves_residual(kernels, "RESIDUAL_OF_SUM", codec, x_S.dtype, geometry):
+        kernels = None
+    return _where_it_can(codec, exponent, kernels, kernel, reference=separate, inputs=inputs)
 
 
 def reduce_decode(
@@ -299,6 +370,6 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
-    "encode", "implementation", "note", "record", "reduce_decode", "reduce_encode", "sum_decode", "to_format",
-    "without_format",
+    "encode", "encode_with_residual", "implementation", "note", "record", "reduce_decode", "reduce_encode",
+    "reduce_encode_with_residual", "sum_decode", "to_format", "without_format",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ device_selection: the value of `--devices`.
 """
 
 from taco_jax.config.derived import (
+    chains,
     flatten,
     get,
     keys,
@@ -56,6 +57,7 @@ __all__ = [
     "microbatch",
     "parse_devices",
     "pipeline_schedule",
+    "chains",
     "remat",
     "sequence_parallel",
     "site_compression",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from taco_jax.codec import AUTO
 from taco_jax.config.derived import get, pipeline_schedule, with_codecs
 from taco_jax.config.device_selection import parse_devices
 from taco_jax.config.lora import matrices
@@ -44,7 +45,7 @@ def _check_batch(config: TrainConfig) -> None:
                 f"({rule}); try {listed(divisors(sequences))}"
             )
         sequences, rule = sequences // schedule.microbatches, f"{rule[:-1]} x pipeline.microbatches)"
-    if sequences % config.chains:
+    if config.chains != AUTO and sequences % config.chains:
         raise ConfigError(
             f"chains={config.chains}: must divide the {sequences} sequences of a device's microbatch ({rule}); "
             f"try {listed(divisors(sequences))}"
@@ -130,12 +131,11 @@ LIMITS = {
         ("lora.rank", None, "adapters join a product before its sum"),
     ),
     "error_feedback": (
-        ("chains", 1, "the sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
         ("model.post_norms", False, "the error of a sum does not pass the normalisation behind it"),
     ),
     "backward_error_feedback": (
-        ("chains", 1, "the sums of one chain take errors along"),
+        ("chains", 1, "the gradients' sums of one chain take errors along"),
         ("sequence_parallel", False, "a sum that is scattered leaves no whole error"),
         ("mesh.pp", 1, "stages hand no errors on"),
     ),
@@ -157,7 +157,7 @@ def _check_limits(config: TrainConfig) -> None:
             )
         for key, limit, why in limits:
             value = get(config, key)
-            if value not in (limit, None):  # None: left to `config.sequence_parallel`, which says no
+            if value not in (limit, None, AUTO):  # left to `sequence_parallel` and `chains`, which say no
                 raise ConfigError(
                     f"compression.{setting}=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
                     f"leave compression.{setting} out"

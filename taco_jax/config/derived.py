@@ -13,7 +13,7 @@ from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.compression.plan_file import feeds_back, is_plan_path
 from taco_jax.config.schedule import Schedule
-from taco_jax.config.settings import AUTO_REMAT, TrainConfig
+from taco_jax.config.settings import AUTO_REMAT, TrainConfig, site_compression
 from taco_jax.errors import ConfigError
 
 LONG_SEQUENCE = 2048
@@ -29,6 +29,45 @@ def microbatch(config: TrainConfig) -> int:
     return config.global_batch // parts
 
 
+def chains(config: TrainConfig, device: Any = None) -> tuple[int, str]:
+    """Returns how many parts of a microbatch go through each layer side by side, and why.
+
+    Of auto: two where the link of tp is slow, and the messages of two are large enough; else one. It asks the
+    environment and the driver's library for the link, and starts no backend.
+
+    Args:
+      device: one of the mesh's, where they are known: chains keep messages above the size that was tuned for it.
+    """
+    if config.chains != AUTO:
+        return config.chains, "as configured"
+    from taco_jax.compression import chains as rule
+
+    c, tp, sequences = config.compression, config.mesh.tp, microbatch(config)
+    if tp == 1:
+        return 1, "tp is 1"
+    if rule.on_cpu(config.devices) if device is None else device.platform == "cpu":
+        return 1, "on CPU nothing travels beside products"
+    slow = rule.slow_link(getattr(device, "device_kind", ""))
+    if slow is None:
+        return 1, "over NVLink they lose more in their products than they hide"
+    if config.mesh.pp > 1:
+        return 1, "stages have microbatches already; --chains 2 was not measured with them"
+    if c.with_product:
+        return 1, "sums in the kernels of their products overlap with nothing else"
+    if c.backward_error_feedback:
+        return 1, "the gradients' sums of one chain take errors along"
+    if _sequence_parallel(config, 1)[0]:
+        return 1, "sequence parallelism is on"
+    if sequences % rule.CHAINS:
+        return 1, f"{rule.CHAINS} do not divide the {sequences} sequences of a device's microbatch"
+    size = 4 if config.compute_dtype == "float32" else 2
+    nbytes = sequences // rule.CHAINS * config.data.sequence_length * config.model.d_model * size
+    least = rule.least_bytes([site_compression(c)], tp, device)
+    if nbytes < least:
+        return 1, f"a chain's messages would have {nbytes:,} bytes, below {least:,}"
+    return rule.CHAINS, f"{slow}: messages of one travel beside products of the other"
+
+
 def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
     """Returns whether activations between layers are cut along the sequence, and why.
 
@@ -37,6 +76,10 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
     it keeps what messages brought, so that none is sent twice, and what an all_gather brings is whole. Where tp is 2 a
     value is quantised twice instead of once.
     """
+    return _sequence_parallel(config, chains(config)[0])
+
+
+def _sequence_parallel(config: TrainConfig, chains: int) -> tuple[bool, str]:
     length, tp = config.data.sequence_length, config.mesh.tp
     if config.sequence_parallel is not None:
         return config.sequence_parallel, "as configured"
@@ -44,7 +87,7 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
         return False, "tp is 1"
     if length % tp:
         return False, f"tp {tp} does not divide the {length} tokens of a sequence"
-    if config.chains > 1:
+    if chains > 1:
         return False, "chains put messages beside products for whole sequences only"
     if config.compression.with_product:
         return False, "sums in the kernels of their products are of whole sequences"

@@ -104,9 +104,9 @@ class CompressionConfig(Checked):
     with_product: bool = False
     """Sums over NVLink in the kernel of the product before them, where both can (tp 2 or 4, one chain, no stages)."""
     error_feedback: bool = False
-    """Forward sums take along what the one before lost: for 4 bits (one chain, whole sequences, not over NVLink)."""
+    """Forward sums take along what the one before lost: for 4 bits (whole sequences, not over NVLink)."""
     backward_error_feedback: bool = False
-    """Experimental: gradients' sums take along what the one before lost (as error_feedback; no stages)."""
+    """Experimental: gradients' sums take along what the one before lost (as error_feedback; one chain, no stages)."""
     history: int = 16
     """Steps whose block-scale maxima set a site scale."""
     calibration_steps: int = 2
@@ -435,8 +435,8 @@ class TrainConfig(Checked):
     """Keep activations between layers cut along the sequence; None: where it pays, which the dry run says, with why."""
     remat: str = "auto"
     """What the backward pass recomputes: none, dots (all but products), full, or auto: dots with stages, else none."""
-    chains: int = 1
-    """Parts of a microbatch that go through each layer side by side: one sends while another computes; 1 is off."""
+    chains: int | str = AUTO
+    """Parts of a microbatch side by side in each layer: one sends while another computes; auto: 2 on a slow link."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss; None lets the model choose."""
     attention_implementation: str | None = None
@@ -449,7 +449,9 @@ class TrainConfig(Checked):
     """Memory of one device, in GB of 1e9 bytes, that the dry run compares with."""
 
     def check_fields(self) -> None:
-        self.at_least(1, "steps", "global_batch", "accumulation", "chains")
+        self.at_least(1, "steps", "global_batch", "accumulation")
+        counts = self.chains == AUTO or (not isinstance(self.chains, str) and self.chains >= 1)
+        self.require(counts, "chains", "must be at least 1, or auto: two where the link is slow")
         self.at_least(1, "max_skipped_in_a_row", "distributed_timeout", "heartbeat_timeout")
         self.at_least(1, "stop_after", "loss_chunk", or_none="")
         self.at_least(0, "seed")

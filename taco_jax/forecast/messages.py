@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import math
 
-from taco_jax.codec import Codec, as_codec
+from taco_jax.codec import AUTO, Codec, as_codec
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import TrainConfig, pipeline_schedule, sequence_parallel
 from taco_jax.forecast.work import DOWN, OUT, QKV, UP, Shard
@@ -56,7 +56,8 @@ def training(config: TrainConfig) -> list[SiteMessage]:
     sequences = config.global_batch // (mesh.dp * config.accumulation)
     length, size = config.data.sequence_length, 4 if config.compute_dtype == "float32" else 2
     whole = sequences * length * model.d_model
-    of_layer = whole // microbatches // config.chains
+    chains = 1 if config.chains == AUTO else config.chains
+    of_layer = whole // microbatches // chains
     sp, again = sequence_parallel(config)[0], 1
     ticks = 1
     layers = model.n_layers // mesh.pp
@@ -66,7 +67,7 @@ def training(config: TrainConfig) -> list[SiteMessage]:
         layers //= schedule.chunks
         again = 2 if schedule.kind == "1f1b" else 1
     shares_head = schedule is not None and schedule.shares_head(sequences, model.vocab_size, mesh.tp)
-    calls = layers * config.chains * ticks * config.accumulation
+    calls = layers * chains * ticks * config.accumulation
     out: list[SiteMessage] = []
 
     planned = {n for n, s in c.planned.sites.items() if s.error_feedback} if c.planned is not None else ()

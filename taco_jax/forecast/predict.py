@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from taco_jax.codec import as_codec
+from taco_jax.codec import AUTO, as_codec
 from taco_jax.collectives.comm_log import share_sent
 from taco_jax.config import TrainConfig, microbatch, pipeline_schedule, remat, sequence_parallel, with_compression
 from taco_jax.config.checks import check
@@ -174,6 +174,8 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     if codecs is not None:
         config = with_compression(config, "none" if free else codecs)
     config = check(config)
+    if config.chains == AUTO:  # what is recorded of one chain is what times were fitted to
+        config = dataclasses.replace(config, chains=1)
     model, mesh, schedule = config.model, config.mesh, pipeline_schedule(config)
     shard, float32 = Shard(model, mesh.tp), config.compute_dtype == "float32"
     size, length = 4 if float32 else 2, config.data.sequence_length

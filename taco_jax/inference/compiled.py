@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from taco_jax.collectives import comm_log
+from taco_jax.compression.chains import compiler_options
 from taco_jax.inference import cache as kv
 from taco_jax.inference import forward, sampling
 from taco_jax.inference.sampling import Rows
@@ -60,7 +61,8 @@ class Programs:
 
         arguments = self._ints(batch, length), self._ints(batch), self._rows(batch)
         specs = (self._param_specs, P(), P(), P()), (P(), kv.specs())
-        return self._program(("prefill", batch, length, slots, greedy), run, specs, arguments)
+        key = "prefill", batch, length, slots, greedy
+        return self._program(key, run, specs, arguments, chains=layout.chains_of(config, batch, length).count)
 
     def decode(self, batch: int, slots: int, *, greedy: bool) -> Callable:
         """(params, tokens int32[B], positions int32[B], rows, cache) -> (next token, positions + 1, cache).
@@ -84,14 +86,15 @@ class Programs:
         """Host arrays on all devices of the mesh."""
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
-    def _program(self, key: tuple, run, specs, arguments, donate=()) -> Any:
+    def _program(self, key: tuple, run, specs, arguments, donate=(), chains: int = 1) -> Any:
         if key not in self._compiled:
             start = time.perf_counter()
             in_specs, out_specs = specs
             mapped = jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
             with comm_log.record() as table:
                 lowered = jax.jit(mapped, donate_argnums=donate).lower(self.params, *arguments)
-            self._compiled[key], self.tables[key] = lowered.compile(), table
+            options = compiler_options(chains, self.mesh.devices.flat[0].platform)
+            self._compiled[key], self.tables[key] = lowered.compile(compiler_options=options), table
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from taco_jax.compression import plan_file
+from taco_jax.compression import chains, plan_file
 from taco_jax.compression.compression import Compression, codec_pair
 from taco_jax.errors import ConfigError
 
@@ -44,7 +44,16 @@ class ModelFlags:
         from taco_jax.inference.generator import Generator
 
         compression = compression_of(self, self.compression, "compression")
-        return Generator(self.model, tp=self.tp, compression=compression, plan=self.plan, dtype=self.dtype)
+        options = {"tp": self.tp, "dtype": self.dtype, "chains": getattr(self, "chains", None)}
+        return Generator(self.model, compression=compression, plan=self.plan, **options)
+
+    @property
+    def in_order(self) -> bool:
+        """Returns whether prompts may go in chains, for which GPUs start kernels in the order of their launch."""
+        if self.tp == 1 or chains.on_cpu(self.devices):
+            return False
+        given = getattr(self, "chains", None)
+        return chains.slow_link() is not None if given is None else given > 1
 
 
 def compression_of(flags: Any, codecs: str, key: str) -> Compression | Planned:

@@ -18,13 +18,16 @@ from jax import lax
 from taco_jax.collectives import comm_log
 from taco_jax.inference import cache as kv
 from taco_jax.inference.cache import KVCache
-from taco_jax.inference.settings import ROWS, Layout
+from taco_jax.inference.settings import ROWS, Chains, Layout
 from taco_jax.models import decoder
-from taco_jax.models.attention import causal, contexts, windows_of
+from taco_jax.models.attention import Attend, causal, contexts, windows_of
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.overlap import one_chain_layer
+from taco_jax.models.overlap import ChainedLayer, join_streams, one_chain_layer, prompt_layers, split_stream
 from taco_jax.models.projections import ResidualStream, finish_stream, init_stream
+
+LAYERS_A_BODY = 4
+"""Layers in chains in the body of a loop over them. The last message of a body overlaps with nothing."""
 
 
 def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, config: ModelConfig,
@@ -42,8 +45,11 @@ def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, conf
 def prompt_stream(params, tokens_BL: jax.Array, slots: int, config: ModelConfig,
                   layout: Layout) -> tuple[ResidualStream, KVCache]:  # fmt: skip
     """(the stream behind the last layer, the cache) of `prefill`."""
-    par = layout.par
-    params = decoder.use_replicated_params(params, config, par)
+    params = decoder.use_replicated_params(params, config, layout.par)
+    x_BLD = decoder.embed(params, tokens_BL, config, layout.par, {})
+    stream, chains = stream_of(x_BLD, layout), layout.chains_of(config, *tokens_BL.shape)
+    if chains.count > 1:
+        return _in_chains(params["layers"], stream, slots, config, layout, chains=chains)
     context = contexts_by_layer(config, jnp.arange(tokens_BL.shape[1]))
 
     def layer(stream, index, of_layer, sites_of):
@@ -51,14 +57,72 @@ def prompt_stream(params, tokens_BL: jax.Array, slots: int, config: ModelConfig,
 
         def attend(q_BLNH, k_BLKH, v_BLKH, context):
             kept.extend((k_BLKH, v_BLKH))
-            return causal(config, par)(q_BLNH, k_BLKH, v_BLKH, context)
+            return causal(config, layout.par)(q_BLNH, k_BLKH, v_BLKH, context)
 
         stream = _layer(stream, of_layer, context(index), config, layout=layout, attend=attend, sites_of=sites_of)
         return stream, tuple(kept)
 
-    x_BLD = decoder.embed(params, tokens_BL, config, par, {})
-    stream, (keys, values) = scan_layers(layer, stream_of(x_BLD, layout), params["layers"], layout)
+    stream, (keys, values) = scan_layers(layer, stream, params["layers"], layout)
     return stream, kv.filled(keys, values, slots)
+
+
+def _in_chains(
+    stacked, stream: ResidualStream, slots: int, config: ModelConfig, layout: Layout, chains: Chains
+) -> tuple[ResidualStream, KVCache]:
+    """`prompt_stream` in chains: parts of the batch, or of each sequence, one behind the other.
+
+    A part of a sequence sees the keys of those before it, which the layer has computed when its turn comes.
+    """
+    par, n, dim = layout.par, *chains
+    sizes = jnp.split(jnp.arange(stream.x_BLD.shape[1]), n) if dim else [jnp.arange(stream.x_BLD.shape[1])] * n
+    contexts = [contexts_by_layer(config, positions) for positions in sizes]
+
+    def layer(index, sites_of, kept: list) -> ChainedLayer:
+        of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacked)
+        sublayers = decoder.sublayers(config, par, _keeping(kept, config, layout, of_sequence=dim == 1), sites_of)
+        return ChainedLayer([sublayers] * n, of_layer, [context(index) for context in contexts])
+
+    def layers(streams, first, sites_of, count: int):
+        kept = [[] for _ in range(count)]
+        with comm_log.repeat(n):
+            run = prompt_layers(par, layout.scales())
+        streams = run(streams, [layer(first + i, sites_of, own) for i, own in enumerate(kept)])
+        join = lambda parts: jnp.concatenate(parts, dim)
+        return streams, tuple(jnp.stack([join([pair[k] for pair in own]) for own in kept]) for k in range(2))
+
+    streams, results = split_stream(stream, n, dim), []
+    for segment in layout.segments:
+        sites_of, count, (start, stop) = segment.sites_of, min(LAYERS_A_BODY, segment.stop - segment.start), segment[1:]
+        rest = (stop - start) % count
+        with comm_log.repeat(stop - start):
+            several = lambda streams, first, s=sites_of, c=count: layers(streams, first, s, c)
+            streams, result = lax.scan(several, streams, jnp.arange(start, stop - rest, count))
+            results.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), result))
+            if rest:
+                streams, result = layers(streams, stop - rest, sites_of, rest)
+                results.append(result)
+    keys, values = results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+    return join_streams(streams, dim), kv.filled(keys, values, slots)
+
+
+def _keeping(kept: list, config: ModelConfig, layout: Layout, *, of_sequence: bool) -> Attend:
+    """Returns the attention of the chains of a layer, one after the other, which puts their keys and values in `kept`.
+
+    of_sequence: a chain sees the keys of those before it.
+    """
+    attend = causal(config, layout.par)
+
+    def of_chain(q_BLNH, k_BLKH, v_BLKH, context):
+        kept.append((k_BLKH, v_BLKH))
+        if not of_sequence or len(kept) == 1:
+            return attend(q_BLNH, k_BLKH, v_BLKH, context)
+        k_BSKH, v_BSKH = (jnp.concatenate(parts, 1) for parts in zip(*kept))
+        start = k_BSKH.shape[1] - q_BLNH.shape[1]
+        # A causal mask counts from the first query, in cuDNN too: zeros stand for the queries before.
+        q_BSNH = jnp.pad(q_BLNH, ((0, 0), (start, 0), (0, 0), (0, 0)))
+        return attend(q_BSNH, k_BSKH, v_BSKH, context)[:, start:]
+
+    return of_chain
 
 
 def last_logits(params, stream: ResidualStream, lengths_B: jax.Array, config: ModelConfig, layout: Layout) -> jax.Array:

@@ -37,6 +37,8 @@ class GenerateConfig(ModelFlags):
     """Seed of what is drawn; prompt number n draws with seed + n."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
+    chains: int | None = None
+    """Parts of a long prompt side by side in each layer: one sends while another computes; None: 2 on a slow link."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -46,7 +48,7 @@ def main(args: Sequence[str]) -> int:
             example = {"model": "--model path/to/model", "prompt": '--prompt "Once upon a time"'}[key]
             raise ConfigError(f"--{key}: is needed, for example {example}")
     prompts = config.prompt if not config.prompt_ids else _ids(config)
-    cli.select_devices(config.devices)
+    cli.select_devices(config.devices, in_order=config.in_order)
     # Imported here: errors in the settings then come before the seconds that these imports take.
     from taco_jax.inference.sampling import Sampling
 

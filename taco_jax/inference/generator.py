@@ -84,6 +84,8 @@ class Generator:
       plan: patterns of site names -> codecs, before `compression`, whose other options they share; a `Compression` has
         its own, None is exact. {"layers/mlp/down": "int8h"} is for all layers, {"layers/0/*": "int8h"} for the first.
       dtype: of weights and activations: bfloat16, float32 or float16. Norms, softmax and logits are float32.
+      chains: parts of a long prompt, or of a batch of them, that go through each layer side by side: messages of one
+        travel while another computes. None: two where the link is slow, else one.
 
     Raises:
       TypeError: an option of `compression` given by itself, with the new spelling.
@@ -99,12 +101,13 @@ class Generator:
         plan: Mapping[str, str | Codec | Compression | None] | None = None,
         dtype: str = "bfloat16",
         devices: list | None = None,
+        chains: int | None = None,
         **removed,
     ):
         refuse_options("Generator", {"compression": compression} | removed, REMOVED)
         if removed:
             raise TypeError(f"Generator: got an unexpected keyword argument {next(iter(removed))!r}")
-        self.settings = Settings(tp, compression, plan or {}, dtype)
+        self.settings = Settings(tp, compression, plan or {}, dtype, chains)
         self.checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         self.config = self.checkpoint.config
         try:

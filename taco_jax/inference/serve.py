@@ -41,6 +41,8 @@ class ServeConfig(ModelFlags):
     """Raw prompts may name control tokens, such as <|im_end|>; else that is plain text, and their ids are refused."""
     name: str | None = None
     """What requests call the model; None: the last part of its path."""
+    chains: int | None = None
+    """Parts of a long prompt side by side in each layer: one sends while another computes; None: 2 on a slow link."""
     batch: int = 16
     """Requests that are decoded together, each a row of the batch."""
     queue: int = 64
@@ -56,7 +58,7 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"--allowed-host: given {times} times; give it once, with all names: --allowed-host a b")
     config = cli.parse_flags(ServeConfig(), args, prog="python -m taco_jax.serve", description=DESCRIPTION)
     _check(config)
-    cli.select_devices(config.devices)
+    cli.select_devices(config.devices, in_order=config.in_order)
     try:
         from taco_jax.inference.serving import app, process, service
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import ELEMENTS
 from taco_jax.codec import Codec
-from taco_jax.compression import recommended, tuned
+from taco_jax.compression import chains, recommended, tuned
 from taco_jax.compression.compression import EXACT, Compression, Plan, as_compression, codec_pair, without_key
 from taco_jax.compression.plan_file import PlanFile, is_plan_path, read, shape_of
 from taco_jax.compression.site_scales import SiteScales
@@ -75,11 +75,30 @@ class Segment(NamedTuple):
     stop: int
 
 
+class Chains(NamedTuple):
+    """Parts of prompts that go through each layer side by side. dim: what is cut, 0 the batch, 1 the sequences."""
+
+    count: int = 1
+    dim: int = 0
+
+
 class Layout(NamedTuple):
-    """How a program runs: its settings, and the segments of layers that its plan names."""
+    """How a program runs: its settings, and the segments of layers that its plan names.
+
+    chains: parts of a prompt, where their messages have chain_bytes or more.
+    """
 
     par: Parallel
     segments: tuple[Segment, ...]
+    chains: int = 1
+    chain_bytes: int = 0
+
+    def chains_of(self, config: ModelConfig, batch: int, length: int) -> Chains:
+        """Returns the chains of prompts: parts of the batch if they divide it, else of the sequence."""
+        n, nbytes = self.chains, batch * length * config.d_model * jnp.dtype(self.par.dtype).itemsize
+        if n == 1 or nbytes < n * self.chain_bytes or (batch % n and length % n):
+            return Chains()
+        return Chains(n, 1 if batch % n else 0)
 
     @property
     def error_feedback(self) -> bool:
@@ -106,15 +125,17 @@ class Settings:
 
     compression: a `Compression` once the object is made, of whatever makes one, or the `Planned` of a plan's file. auto
       is what the record recommends for the first token: another codec where sums take along what the one before lost.
+    chains: parts of a prompt that go through each layer side by side; None: as `compression.chains` says of the link.
 
     Raises:
-      ConfigError: a tp below 1, a dtype or a codec that there is not.
+      ConfigError: a tp or chains below 1, a dtype or a codec that there is not.
     """
 
     tp: int = 1
     compression: str | Codec | Compression | Planned | None = None
     plan: Mapping[str, str | Codec | Compression | None] = dataclasses.field(default_factory=dict)
     dtype: str = "bfloat16"
+    chains: int | None = None
 
     def __post_init__(self):
         compression = self.compression
@@ -125,6 +146,10 @@ class Settings:
         object.__setattr__(self, "compression", compression)
         if self.tp < 1:
             raise ConfigError(f"tp={self.tp!r}: must be at least 1")
+        if self.chains is not None and (type(self.chains) is not int or self.chains < 1):
+            raise ConfigError(
+                f"chains={self.chains!r}: must be a whole number of at least 1, or None for the link's own"
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
 
@@ -163,7 +188,17 @@ class Settings:
             start = stop
         chosen = "xla" if why_not_cudnn(config) else implementation(device, self.dtype, config.head_dim)
         par = Parallel(plan=plan, dtype=self.dtype, attention_implementation=chosen, frozen=True)
-        return Layout(par, tuple(segments))
+        return Layout(par, tuple(segments), *self._chains(of_layers, device, decoding))
+
+    def _chains(self, of_layers, device, decoding: bool) -> tuple[int, int]:
+        """Returns (chains of a prompt, the least bytes of a chain's message)."""
+        if decoding or self.tp == 1:
+            return 1, 0
+        if self.chains is not None:
+            return self.chains, 0
+        if device.platform != "gpu" or chains.slow_link(device.device_kind) is None:
+            return 1, 0
+        return chains.CHAINS, chains.least_bytes((c for both in of_layers for c in both), self.tp, device)
 
     def _resolve(self, config: ModelConfig, device, decoding: bool) -> list[tuple[Compression | None, ...]]:
         """Returns how each layer sends, a value for each of ROWS."""

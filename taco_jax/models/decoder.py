@@ -31,9 +31,11 @@ from taco_jax.models.overlap import (
     chain_count,
     chained_layer,
     join_batch,
+    join_streams,
     one_chain_layer,
     overlapped_layer,
     split_batch,
+    split_stream,
 )
 from taco_jax.models.params import count_params, init_params, param_specs
 from taco_jax.models.projections import ResidualStream, State, fed_column_input, init_stream
@@ -177,19 +179,23 @@ def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
     def enter(x_BLD):
         column_sites = (*(sublayer.in_site for sublayer in both), "head")
         stream = init_stream(x_BLD, par, (sublayer.out_site for sublayer in both), column_sites)
+        if parts > 1 and not par.sequence_parallel and stream.carrier_BLD is None:
+            return split_stream(stream, parts)
         carries_errors = stream.error_BLD is not None or stream.carrier_BLD is not None
         return stream if carries_errors else split_batch(x_BLD, parts)
 
     def layer(carried, params, state, sliding):
-        if isinstance(carried, ResidualStream):
+        if isinstance(carried, ResidualStream):  # a tuple too
             return remat(one_chain_layer(both, par), par.remat)(carried, params, state, in_context(sliding)[0])
-        overlaps = parts > 1 and not par.sequence_parallel
+        overlaps = isinstance(carried[0], ResidualStream)
         in_chains = overlapped_layer(both, par) if overlaps else remat(chained_layer(both, par), par.remat)
         return in_chains(carried, params, state, in_context(sliding))
 
     def leave(carried):
         # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
-        return carried if isinstance(carried, ResidualStream) else ResidualStream(join_batch(carried))
+        if isinstance(carried, ResidualStream):
+            return carried
+        return join_streams(carried) if isinstance(carried[0], ResidualStream) else ResidualStream(join_batch(carried))
 
     return LayerLoop(enter, layer, leave, parts)
 

@@ -10,11 +10,13 @@ The same bytes travel, but for the padding of each message. With two chains, att
 
 The last message of a layer overlaps with nothing, because a loop's body ends with it. With n chains that is one of 2n.
 
-Three functions make a layer:
+Four functions make a layer:
 
-    one_chain_layer     the whole batch; it carries the error of error feedback
+    one_chain_layer     the whole batch; it carries the errors of error feedback, in both directions
     chained_layer       several chains in the forward pass; autodiff makes the backward pass of it
-    overlapped_layer    several chains with every hop during a product of another chain, in both passes
+    overlapped_layer    several chains with every hop during a product of another chain, in both passes; each chain
+                        carries the error of its forward sums
+    prompt_layers       the same of several layers without a backward pass, for inference
 
 `overlapped_layer` is differentiated by hand: only so does a message overlap with another chain's products in the
 backward pass too. It takes whole sequences only. `<` is what `AsyncCollective.overlap_with` puts between a value and a
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,12 +52,13 @@ from taco_jax.models.projections import (
     add_bias,
     column_input,
     fed_column_input,
+    kernels_joined_once,
     reduce_partials,
     row_parallel,
     row_partial,
 )
 from taco_jax.models.run_config import Parallel, remat
-from taco_jax.tensor_parallel import start_sum, to_varying
+from taco_jax.tensor_parallel import start_sum, start_sum_with_feedback, to_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +99,25 @@ def chain_count(batch: int, chains: int) -> int:
     return next(n for n in range(min(batch, chains), 0, -1) if batch % n == 0)
 
 
-def split_batch(x_BLD: jax.Array, n: int) -> tuple[jax.Array, ...]:
-    return (x_BLD,) if n == 1 else tuple(jnp.split(x_BLD, n))
+def split_batch(x_BLD: jax.Array, n: int, dim: int = 0) -> tuple[jax.Array, ...]:
+    return (x_BLD,) if n == 1 else tuple(jnp.split(x_BLD, n, dim))
 
 
-def join_batch(xs: tuple[jax.Array, ...]) -> jax.Array:
-    return xs[0] if len(xs) == 1 else jnp.concatenate(xs)
+def split_stream(stream: ResidualStream, n: int, dim: int = 0) -> tuple[ResidualStream, ...]:
+    """Returns the stream of each chain, parts of the batch or of the sequence (dim 1); x and error alone."""
+    xs, errors = split_batch(stream.x_BLD, n, dim), (None,) * n
+    errors = errors if stream.error_BLD is None else split_batch(stream.error_BLD, n, dim)
+    return tuple(ResidualStream(x, error) for x, error in zip(xs, errors))
+
+
+def join_streams(streams: tuple[ResidualStream, ...], dim: int = 0) -> ResidualStream:
+    xs, errors = tuple(s.x_BLD for s in streams), tuple(s.error_BLD for s in streams)
+    fed = errors[0] is not None
+    return ResidualStream(join_batch(xs, dim), join_batch(errors, dim) if fed else None)
+
+
+def join_batch(xs: tuple[jax.Array, ...], dim: int = 0) -> jax.Array:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, dim)
 
 
 def one_chain_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
@@ -178,26 +194,30 @@ _in_order.defvjp(lambda y, arrived: (_in_order(y, arrived), None), lambda _, cts
 def overlapped_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
     """Returns a layer with the values and gradients of `chained_layer(sublayers, par)` under `remat(..., par.remat)`.
 
+    It takes and returns the `ResidualStream` of each chain, whose sums take along what the chain's sum before lost.
     Call it where the layer's messages are counted (`comm_log.repeat`). It has first derivatives only.
     """
     calls = {direction: comm_log.current_calls(direction) for direction in ("forward", "backward")}
 
     @jax.custom_vjp
-    def layer(xs, params, state: State, shared):
-        return _forward(sublayers, par, calls["forward"], xs, params=params, state=state, shared=shared)[0]
+    def layer(streams, params, state: State, shared):
+        return _forward(sublayers, par, calls["forward"], streams, params=params, state=state, shared=shared)[0]
 
-    def forward(xs, params, state, shared):
+    def forward(streams, params, state, shared):
         operands = {"params": params, "state": state, "shared": shared}
-        ys, residuals, measures = _forward(sublayers, par, calls["forward"], xs, **operands)
-        return ys, (residuals, measures, params, state, shared)
+        streams, residuals, measures = _forward(sublayers, par, calls["forward"], streams, **operands)
+        return streams, (residuals, measures, params, state, shared)
 
     def backward(saved, cts):
         residuals, measures, params, state, shared = saved
-        cts, grads, more = _backward(
-            sublayers, par, calls["backward"], residuals, params=params, state=state, shared=shared, cts=cts
-        )
+        # To a gradient a compressed sum is exact, so that errors have none.
+        cts = [ResidualStream(ct.x_BLD, jax.tree.map(jnp.zeros_like, ct.error_BLD)) for ct in cts]
+        xs, grads, more = _backward(
+            sublayers, par, calls["backward"], residuals, params=params, state=state, shared=shared,
+            cts=[ct.x_BLD for ct in cts],
+        )  # fmt: skip
         slots = {site: _slot(scales, measures.get(site), more.get(site)) for site, scales in state.items()}
-        return cts, grads, slots, None
+        return tuple(ct._replace(x_BLD=x) for ct, x in zip(cts, xs)), grads, slots, None
 
     layer.defvjp(forward, backward)
     return layer
@@ -209,7 +229,7 @@ class _InFlight(NamedTuple):
     chain: int
     site: str
     message: AsyncCollective
-    receive: Callable[[jax.Array], None]
+    receive: Callable[[Any], None]
 
 
 class _Messages:
@@ -223,6 +243,17 @@ class _Messages:
     def send(self, chain: int, site: str, y_BLD: jax.Array, receive: Callable[[jax.Array], None]) -> None:
         message = start_sum(
             y_BLD, self._par.axis, self._par.compression(site), self._state.get(site), self._direction, site=site,
+            calls=self._calls,
+        )  # fmt: skip
+        self._in_flight = _InFlight(chain, site, message, receive)
+
+    def send_fed(self, chain: int, site: str, y_BLD: jax.Array, error_BLD: jax.Array | None, receive) -> None:
+        """Sends a forward sum that takes the chain's error along; receive: takes (sum, the error that it leaves)."""
+        if error_BLD is None:
+            self.send(chain, site, y_BLD, lambda sum_BLD: receive((sum_BLD, None)))
+            return
+        message = start_sum_with_feedback(
+            y_BLD, self._par.axis, error_BLD, self._par.compression(site), self._state.get(site), site=site,
             calls=self._calls,
         )  # fmt: skip
         self._in_flight = _InFlight(chain, site, message, receive)
@@ -256,24 +287,69 @@ class _Saved(NamedTuple):
     last_vjp: Any = None
 
 
-def _forward(sublayers, par: Parallel, calls: int, xs, params, state: State, shared):
-    xs, messages, residuals, sums = list(xs), _Messages(par, state, "forward", calls), [], []
-
-    def receiver(i, sublayer):
-        def receive(sum_BLD):
-            xs[i] += sublayer.branch(sum_BLD, sublayer.branch_params(params))
-            sums.append(sum_BLD if sublayer.post_norm_name else None)
-
-        return receive
-
+def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State, shared):
+    streams, messages, residuals, sums = list(streams), _Messages(par, state, "forward", calls), [], []
     for sublayer in sublayers:
-        for i in range(len(xs)):
+        for i in range(len(streams)):
             messages.done(i)
-            saved, y_BLD = _run_sublayer(sublayer, par, messages, xs[i], params=params, shared=shared[i])
-            messages.send(i, sublayer.out_site, messages.overlap_with(y_BLD, last=True), receiver(i, sublayer))
+            saved, y_BLD = _run_sublayer(sublayer, par, messages, streams[i].x_BLD, params=params, shared=shared[i])
+            y_BLD, receive = messages.overlap_with(y_BLD, last=True), _receiver(streams, i, sublayer, params, sums)
+            messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
             residuals.append(saved)
     messages.done()
-    return tuple(xs), list(zip(residuals, sums)), messages.measures
+    return tuple(streams), list(zip(residuals, sums)), messages.measures
+
+
+def _receiver(streams: list[ResidualStream], i: int, sublayer: Sublayer, params, sums: list) -> Callable:
+    """Returns what adds (sum, error) to chain i's stream; `sums` gets the sum where its post norm needs it."""
+
+    def receive(arrived):
+        sum_BLD, error_BLD = arrived
+        x_BLD = streams[i].x_BLD + sublayer.branch(sum_BLD, sublayer.branch_params(params))
+        streams[i] = ResidualStream(x_BLD, error_BLD)
+        sums.append(sum_BLD if sublayer.post_norm_name else None)
+
+    return receive
+
+
+class ChainedLayer(NamedTuple):
+    """One layer of prompts in chains. sublayers, shared: of each chain, the latter what its layers share."""
+
+    sublayers: Sequence[tuple[Sublayer, ...]]
+    params: Any
+    shared: Sequence[Any]
+
+
+def prompt_layers(par: Parallel, state: State) -> Callable:
+    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s) -> the streams after them.
+
+    Chain i computes before chain i + 1 in each sublayer. The last message of a layer overlaps with the next one; that
+    of the last layer with nothing. Call it where a layer's messages are counted, as `overlapped_layer`.
+    """
+    calls = comm_log.current_calls("forward")
+
+    def run(streams, layers: Sequence[ChainedLayer]) -> tuple[ResidualStream, ...]:
+        streams, messages = list(streams), _Messages(par, state, "forward", calls)
+        steps = [
+            (of_layer, i, sublayer)
+            for of_layer in layers
+            for of_sublayer in zip(*of_layer.sublayers)
+            for i, sublayer in enumerate(of_sublayer)
+        ]
+        with kernels_joined_once():
+            for (_, params, shared), i, sublayer in steps:
+                messages.done(i)
+                h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
+                u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
+                kernel = params[sublayer.name][sublayer.out_name]["kernel"]
+                y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
+                y_BLD = messages.overlap_with(y_BLD, last=True)
+                receive = _receiver(streams, i, sublayer, params, [])
+                messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
+        messages.done()
+        return tuple(streams)
+
+    return run
 
 
 def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: State, shared, cts):

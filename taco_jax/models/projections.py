@@ -18,7 +18,9 @@ Dims: B batch, L length, D model, F the products' local output widths, added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +96,7 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
     The kernels are joined while they are cast, which reads and writes them once either way.
     """
     kernels = [_frozen(dense["kernel"]) for dense in denses]
-    kernel_DF = jnp.concatenate([kernel.astype(par.dtype) for kernel in kernels], axis=1)
+    kernel_DF = _joined_kernel(kernels, par)
     if isinstance(x_BLD, FusedInput):
         x, scales, site = x_BLD
         y_BLF = column_product(
@@ -107,6 +109,34 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
         ends.append(ends[-1] + kernel.shape[1])
     ys = _add_adapters(x_BLD, jnp.split(y_BLF, ends[1:-1], axis=-1), [dense["kernel"] for dense in denses], par)
     return [add_bias(y, dense) for y, dense in zip(ys, denses)]
+
+
+_joined: contextvars.ContextVar[dict | None] = contextvars.ContextVar("taco_jax_joined_kernels", default=None)
+
+
+@contextlib.contextmanager
+def kernels_joined_once() -> Iterator[None]:
+    """Inside the block each set of kernels is cast and joined once, however many products take it.
+
+    XLA would put a copy of that into every product, and then make it for each of them. Kernels must be the same arrays,
+    which those that are differentiated are not.
+    """
+    token = _joined.set({})
+    try:
+        yield
+    finally:
+        _joined.reset(token)
+
+
+def _joined_kernel(kernels: list[jax.Array], par: Parallel) -> jax.Array:
+    made, key = _joined.get(), tuple(map(id, kernels))
+    if made is not None and key in made:
+        return made[key][1]
+    kernel_DF = jnp.concatenate([kernel.astype(par.dtype) for kernel in kernels], axis=1)
+    if made is not None:
+        kernel_DF = lax.optimization_barrier(kernel_DF)
+        made[key] = kernels, kernel_DF  # the kernels too, so that no other array gets their ids
+    return kernel_DF
 
 
 def _frozen(kernel: jax.Array | Adapted) -> jax.Array:

@@ -64,11 +64,14 @@ class Parallel:
             raise ValueError(f"chains={self.chains!r}: must be an int of at least 1, such as 2")
         for setting in ("error_feedback", "backward_error_feedback"):
             fed_back = [site for site, c in self.plan if c is not None and getattr(c, setting)]
-            for key, limit in (("sequence_parallel", False), ("chains", 1)):
+            limits = {"sequence_parallel": (False, "whole sequences")}
+            if setting == "backward_error_feedback":
+                limits["chains"] = (1, "one chain")
+            for key, (limit, what) in limits.items():
                 if fed_back and getattr(self, key) != limit:
                     raise ValueError(
-                        f"{key}={getattr(self, key)!r}: {setting} (site {fed_back[0]!r}) is for whole sequences in "
-                        f"one chain; set {key}={limit}, or leave {setting} out"
+                        f"{key}={getattr(self, key)!r}: {setting} (site {fed_back[0]!r}) is for {what}; "
+                        f"set {key}={limit}, or leave {setting} out"
                     )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk}: must be at least 1")

@@ -28,7 +28,7 @@ from taco_jax.compression.site_scales import SiteScales
 __all__ = [
     "REMAT_NAMES", "check_region", "column_dense", "column_product", "copy_to_tp", "copy_with_feedback",
     "gather_from_sp", "in_manual_region", "loses", "reduce_from_tp", "reduce_with_feedback", "row_dense", "row_product",
-    "scatter_to_sp", "start_sum", "to_varying",
+    "scatter_to_sp", "start_sum", "start_sum_with_feedback", "to_varying",
 ]  # fmt: skip
 
 
@@ -75,6 +75,17 @@ def start_sum(x, axis: str, compression, scales: SiteScales | None, direction: s
     """`reduce_from_tp`'s message ("forward"), or that of `copy_to_tp`'s cotangent ("backward"), with its first hop
     started: a `collectives.async_collective.AsyncCollective`. Nothing here has a derivative."""
     return collectives.start_psum(x, axis, direction, compression=compression, scales=scales, calls=calls, site=site)
+
+
+def start_sum_with_feedback(
+    x, axis: str, error: jax.Array, compression, scales: SiteScales | None, *, site: str, calls: int
+):
+    """`reduce_with_feedback`'s message with its first hop started: its result is (sum, error). It has no derivative."""
+    compression = as_compression(compression)
+    options = {"compression": compression, "scales": scales, "calls": calls, "site": site}
+    if compression is not None and not compression.error_feedback:
+        return collectives.start_psum(x, axis, "forward", **options).then(lambda y: (y, error))
+    return collectives.start_psum_with_feedback(x, axis, error, **options)
 
 
 def gather_from_sp(

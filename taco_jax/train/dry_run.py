@@ -20,7 +20,7 @@ from pallas_kernels.nvlink.support import OPERATIONS as LINK_OPERATIONS
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
-from taco_jax.config import ConfigError, TrainConfig, microbatch, remat, sequence_parallel, to_dict
+from taco_jax.config import ConfigError, TrainConfig, chains, microbatch, remat, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
 from taco_jax.train import optim
 from taco_jax.train import step as step_lib
@@ -76,7 +76,8 @@ def report(config: TrainConfig, mesh: jax.sharding.Mesh | None = None) -> str:
     choices = trace(program)
     kernels = _kernel_text(program, choices)
     stages = [] if config.mesh.pp == 1 else [_pipeline_text(program)]
-    texts = [_config_text(config), kernels, *_sequence_text(config), *stages, *_hosts_text(program)]
+    texts = [_config_text(config), kernels, *_sequence_text(config), *_chains_text(program), *stages]
+    texts += _hosts_text(program)
     texts += [*_data_parallel_text(program), *_attention_text(program)]
     return "\n\n".join([*texts, _memory_text(config, program), _site_text(program)])
 
@@ -155,21 +156,27 @@ def _tuned_line(program: step_lib.Program, codec: str, device) -> str:
 
 def _chains_line(program: step_lib.Program, codec: str, device) -> list[str]:
     """Says it where chains alone make the layers' messages too small to be compressed."""
-    compression, chains, ranks = program.config.compression, program.config.chains, program.config.mesh.tp
+    compression, count, ranks = program.config.compression, program.parallel.chains, program.config.mesh.tp
     least = compression.min_bytes
     if least is None:
         least = tuned.default_min_bytes(codec, ranks, device, compression.link)
     rows = [r for r in program.table.rows() if r.site.startswith("layers/") and r.codec == "none"]
     sizes = {r.elements * jnp.dtype(r.dtype).itemsize for r in rows}
-    cut = sorted(size for size in sizes if size < least <= size * chains)
+    cut = sorted(size for size in sizes if size < least <= size * count)
     line = "  {:12} chains={} cuts the layers' messages to {:,} bytes, which go exactly; --chains 1 compresses them"
-    return [line.format("", chains, size) for size in cut]
+    return [line.format("", count, size) for size in cut]
 
 
 def _sequence_text(config: TrainConfig) -> list[str]:
     """Returns whether activations are cut along the sequence, and why; nothing where tp is 1."""
     on, why = sequence_parallel(config)
     return [f"sequence parallelism: {'on' if on else 'off'} ({why})"] if config.mesh.tp > 1 else []
+
+
+def _chains_text(program: step_lib.Program) -> list[str]:
+    """Returns the chains of a layer, and why there are so many; nothing where tp is 1."""
+    count, why = chains(program.config, program.mesh.devices.flat[0])
+    return [f"chains: {count} ({why})"] if program.config.mesh.tp > 1 else []
 
 
 def _attention_text(program: step_lib.Program) -> list[str]:

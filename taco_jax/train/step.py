@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,12 +27,14 @@ from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
+from taco_jax.compression.chains import compiler_options
 from taco_jax.compression.compression import Compression, Plan, as_compression
 from taco_jax.compression.plan_file import PlanFile, shape_of
 from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
 from taco_jax.config import (
     ConfigError,
     TrainConfig,
+    chains,
     pipeline_schedule,
     remat,
     sequence_parallel,
@@ -53,19 +53,6 @@ from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
 from taco_jax.train.state_layout import Stored
-
-# How XLA on GPUs compiles chains. Every jax from 0.10.2 to 0.12 knows these options.
-CHAIN_OPTIONS = {
-    # The sizes up to which XLA merges products of one matrix, and collectives: chains keep their own.
-    "xla_gpu_dot_merger_threshold_mb": 0,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
-    "xla_gpu_all_gather_combine_threshold_bytes": 0,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-    # XLA puts no more beside a message than its estimate of the message's time, and its own table of collectives was
-    # measured over NVLink: over a slower link most products would wait. Of a collective that the table has not, it
-    # supposes 5 ms: the message starts as soon as it can and ends when it is needed.
-    "xla_gpu_experimental_collective_perf_table_path": str(Path(__file__).with_name("unmeasured.pbtxt")),
-}
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +114,6 @@ def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> 
     planned.check_model(shape_of(config.model), names)
     fed = [name for name, site in planned.sites.items() if site.error_feedback]
     for key, value, limit in (
-        ("chains", config.chains, 1),
         ("sequence_parallel", sequence_parallel(config)[0], False),
         ("model.post_norms", config.model.post_norms, False),
     ):
@@ -169,7 +155,7 @@ class Program:
             plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
             remat=remat(config)[0],
-            chains=config.chains,
+            chains=chains(config, mesh.devices.flat[0])[0],
             dtype=jnp.dtype(config.compute_dtype),
             attention_implementation=_attention(config, mesh),
             end_token=end_token(config),
@@ -346,15 +332,8 @@ class Program:
         return jax.jit(function, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
 
     def _compile(self, lowered):
-        return lowered.compile(compiler_options=self._compiler_options)
-
-    @property
-    def _compiler_options(self) -> dict[str, int | str] | None:
-        """CHAIN_OPTIONS with chains on a GPU. XLA_FLAGS have the last word."""
-        if self.config.chains == 1 or self.mesh.devices.flat[0].platform == "cpu":
-            return None
-        flags = os.environ.get("XLA_FLAGS", "")
-        return {name: value for name, value in CHAIN_OPTIONS.items() if f"--{name}=" not in flags}
+        platform = self.mesh.devices.flat[0].platform
+        return lowered.compile(compiler_options=compiler_options(self.parallel.chains, platform))
 
     @functools.cached_property
     def eval_step(self):

@@ -79,19 +79,22 @@ def test_levels_are_kernels_and_collectives_of_bytes(codec, between, local):
     assert len(copies(compiled, LARGE)) <= 3, copies(compiled, LARGE)
 
 
-def test_error_feedback_is_three_kernels_more_and_one_pass():
-    """The error that comes in is added by the product; own wires, the own share's sum and its wire are decoded; what
-    is left of the term, with the share's part in its place, is one fusion."""
+@pytest.mark.parametrize("algorithm,count", [("two_shot", 3), ("one_shot", 2)])
+def test_error_feedback_is_no_pass_more(algorithm, count):
+    """The error that comes in is added by the product, and the encoders leave the one that goes out; in two-shot that
+    of the own share is put in its place."""
 
     def f(h, w, error):
-        y, error = taco_jax.psum_with_feedback(h @ w, "tp", error, compression=every_size("int4h"))
+        options = every_size("int4h", algorithm=algorithm)
+        y, error = taco_jax.psum_with_feedback(h @ w, "tp", error, compression=options)
         return error + lax.pcast(y, "tp", to="varying")
 
     m = S // 1024
     compiled = compile_on_four(f, shape(m, 256), shape(256, 1024), shape(m, 1024))
-    wires = 4 * CODECS["int4h"].wire_bytes(S // 4)
-    assert collectives(compiled) == [("all-gather", "u8", wires), ("all-to-all", "u8", wires)]
-    assert kernels(compiled) == 6
+    sent, shares = {"two_shot": (("all-gather", "all-to-all"), 4), "one_shot": (("all-gather",), 1)}[algorithm]
+    wires = 4 * CODECS["int4h"].wire_bytes(S // shares)
+    assert collectives(compiled) == [(name, "u8", wires) for name in sent]
+    assert kernels(compiled) == count
     passes = copies(compiled, LARGE)
     assert len([i for i in passes if "dot" not in i.name]) == 1, passes
 

@@ -9,7 +9,17 @@ import itertools
 import pytest
 from aot.topology import FITTED, compile_on_one, spills
 from covers import cover
-from mosaic_programs import DTYPES, FIELDS, OPERATIONS, PRESETS, WIDE, operation_program, why_unsupported
+from mosaic_programs import (
+    DTYPES,
+    FIELDS,
+    OPERATIONS,
+    PRESETS,
+    RESIDUAL,
+    RESIDUAL_OF_SUM,
+    WIDE,
+    operation_program,
+    why_unsupported,
+)
 
 from pallas_kernels import Format
 from pallas_kernels.mosaic import pipeline
@@ -75,6 +85,17 @@ def test_presets(case, capfd):
 @pytest.mark.parametrize("size", SIZES[:2])
 def test_presets_in_the_form_that_models_use(name, operation, size, capfd):
     check_preset(name, operation, "bfloat16", "nearest", size, 4, capfd)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_residuals(name, size, capfd):
+    check(to_format(CODECS[name]), RESIDUAL, "bfloat16", size, 1, capfd=capfd, most=FEW_BYTES)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_residuals_of_sums(name, capfd):
+    check(to_format(CODECS[name]), RESIDUAL_OF_SUM, "bfloat16", LARGE, 4, capfd=capfd, most=SOME_BYTES)
 
 
 @pytest.mark.parametrize("name", PRESETS)

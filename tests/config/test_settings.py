@@ -140,9 +140,9 @@ def test_the_floor_of_the_learning_rate_follows_it():
             "compression.error_feedback=True: sums of compression.forward='none' lose nothing; set a codec, or leave",
         ),
         (
-            {"compression.error_feedback": True, "chains": 2},
-            "compression.error_feedback=True: is never used with chains=2 (the sums of one chain take errors along); "
-            "set chains=1, or leave compression.error_feedback out",
+            {"compression.backward_error_feedback": True, "chains": 2},
+            "compression.backward_error_feedback=True: is never used with chains=2 (the gradients' sums of one chain "
+            "take errors along); set chains=1, or leave compression.backward_error_feedback out",
         ),
         (
             {"compression.error_feedback": True, "sequence_parallel": True},
@@ -172,7 +172,8 @@ def test_the_floor_of_the_learning_rate_follows_it():
             {"global_batch": 30, "mesh.dp": 2, "accumulation": 4},
             "global_batch=30: mesh.dp=2 x accumulation=4 must divide",
         ),
-        ({"chains": 0}, "chains=0: must be at least 1"),
+        ({"chains": 0}, "chains=0: must be at least 1, or auto"),
+        ({"chains": "two"}, "chains='two': must be at least 1, or auto: two where the link is slow"),
         (
             {"global_batch": 24, "mesh.dp": 2, "accumulation": 2, "chains": 4},
             "chains=4: must divide the 6 sequences of a device's microbatch (global_batch / (mesh.dp x accumulation)); "

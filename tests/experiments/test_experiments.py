@@ -69,7 +69,7 @@ BAD = [
     ("bench_ttft", ["--min-bytes", "-1"], "--min-bytes=-1: must be at least 0"),
     ("bench_ttft", ["--tp", "0"], "--tp=0: must be at least 1"),
     ("bench_ttft", ["--variants", "none", "free", "int4h:nvlink:fed"], "NVLink kernels keep no errors; use nccl"),
-    ("bench_ttft", ["--variants", "none", "free", "int4h:auto:fedd"], "must end with fed or plain"),
+    ("bench_ttft", ["--variants", "none", "free", "int4h:auto:fedd"], "must have fed or plain"),
     ("bench_ttft", ["--rounds", "4"], "--rounds=4: must be at least 5"),
     ("bench_ttft", ["--lengths", "0"], "--lengths=0: must be integers of at least 1"),
     ("bench_ttft", ["--model", "qwen7b"], "--model='qwen7b': "),

@@ -97,7 +97,7 @@ MUTANTS = (
         "forecast-calls",
         "chains send no more messages",
         "taco_jax/forecast/messages.py",
-        "calls = layers * config.chains * ticks * config.accumulation",
+        "calls = layers * chains * ticks * config.accumulation",
         "calls = layers * ticks * config.accumulation",
         ("tests/forecast/test_messages.py -k 'traced and chains'",),
     ),

@@ -4,6 +4,22 @@ from faults.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "prompt-chain-keys",
+        "the later part of a prompt in chains sees no keys of the earlier one",
+        "taco_jax/inference/forward.py",
+        "if not of_sequence or len(kept) == 1:",
+        "if len(kept) >= 1:",
+        ("tests/inference/test_forward.py -k chains_of_a_prompt",),
+    ),
+    Mutant(
+        "prompt-chain-layers",
+        "layers that are left over behind those in a loop's bodies come before them",
+        "taco_jax/inference/forward.py",
+        "streams, result = layers(streams, stop - rest, sites_of, rest)",
+        "streams, result = layers(streams, start, sites_of, rest)",
+        ("tests/inference/test_forward.py -k chains_of_a_prompt",),
+    ),
+    Mutant(
         "stop-across-tokens",
         "a stop string that begins in one token and ends in the next is missed",
         "taco_jax/inference/serving/engine_types.py",

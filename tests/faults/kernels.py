@@ -55,6 +55,23 @@ MUTANTS = (
         (TRITON + "'presets and int6h'",),
     ),
     Mutant(
+        "triton-residual",
+        "the residual that Triton's encoder leaves has what the wires say added instead of taken off",
+        "pallas_kernels/triton/kernels.py",
+        "errors = errors + (xs[i].to(tl.float32) - y,)",
+        "errors = errors + (xs[i].to(tl.float32) + y,)",
+        (TRITON + "'wires lose'",),
+    ),
+    Mutant(
+        "mosaic-residual",
+        "the residual that Mosaic's encoder leaves is of values that were not rounded to x's dtype",
+        "pallas_kernels/mosaic/kernels.py",
+        "x - v.astype(x_RC.dtype).astype(jnp.float32)",
+        "x - v",
+        ("tests/pallas_kernels/test_residual.py -k mosaic_leaves",),
+        new_jax=True,
+    ),
+    Mutant(
         "triton-scale",
         "bfloat16 scales are cut off instead of rounded up",
         "pallas_kernels/triton/scales.py",

@@ -133,6 +133,49 @@ def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "name, batch, codec",
+    [
+        ("windows", 3, "mxfp4"),  # parts of the sequence
+        pytest.param("qwen2", 4, "mxfp4", marks=SLOW),  # of the batch
+        pytest.param("gemma", 1, "none", marks=SLOW),
+        pytest.param("gpt2", 1, "int4h", marks=SLOW),
+    ],
+)
+def test_chains_of_a_prompt_find_what_one_does(name, batch, codec, monkeypatch):
+    """Values are quantised token by token, with the errors of the sums before: logits and caches are those of one."""
+    monkeypatch.setattr(forward, "LAYERS_A_BODY", 3)  # of four layers one is left over
+    run = Run((CONFIGS | {"gemma": GEMMA, "windows": WINDOWS})[name], tp=2, batch=batch, length=SLOTS)
+    params, tokens, lengths = run.params(), run.batch_arrays()[0], np.arange(SLOTS, SLOTS - batch, -1, np.int32)
+    fed = None if codec == "none" else True
+    settings = Settings(2, Compression(codec, min_bytes=0, error_feedback=fed), dtype="float32")
+    found, tables = [], []
+    for chains in (1, 2):
+        prefill, _ = _functions(run, dataclasses.replace(settings, chains=chains))
+        found.append(jax.tree.map(np.asarray, prefill(params, tokens, lengths)))
+        with comm_log.record() as table:
+            _make_functions(run, dataclasses.replace(settings, chains=chains))[0].lower(params, tokens, lengths)
+        tables.append({row.site: row for row in table.rows() if row.site.startswith("layers/")})
+    for one, two in zip(*map(jax.tree.leaves, found)):
+        np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5)
+    for site, row in tables[0].items():
+        assert tables[1][site].calls == 2 * row.calls and 2 * tables[1][site].elements == row.elements
+
+
+def test_what_cannot_be_cut_and_small_prompts_are_one_chain():
+    layout = Settings(2, "taco", dtype="float32", chains=2).layout(QWEN2, jax.devices()[0], decoding=False)
+    chains = lambda *shape: tuple(layout.chains_of(QWEN2, *shape))
+    assert [chains(4, 15), chains(3, 16), chains(3, 15)] == [(2, 0), (2, 1), (1, 0)]
+    small = layout._replace(chain_bytes=16 * QWEN2.d_model * 4)
+    assert [tuple(small.chains_of(QWEN2, 1, n)) for n in (30, 32)] == [(1, 0), (2, 1)]
+    # The emulator has no link.
+    assert Settings(2, "taco").layout(QWEN2, jax.devices()[0], decoding=False).chains == 1
+    assert Settings(2, "taco", chains=2).layout(QWEN2, jax.devices()[0], decoding=True).chains == 1
+    for wrong in (0, "2", True, 1.0):
+        with pytest.raises(ConfigError, match=f"chains={wrong!r}: must be a whole number"):
+            Settings(2, chains=wrong)
+
+
 @pytest.mark.slow
 def test_perplexity_sees_the_last_position_as_prefill_does():
     """The same errors are fed back and the last one is delivered, so that the table says what generation gets."""

@@ -110,6 +110,7 @@ def test_both_directions():
 @pytest.mark.parametrize("key, value", [("sequence_parallel", True), ("chains", 2)])
 def test_other_ways_of_sending_are_refused(key, value):
     plan = {"layers/mlp/up": Compression("int4h", backward_error_feedback=True)}
-    message = f"{key}={value}: backward_error_feedback .site 'layers/mlp/up'. is for whole sequences"
+    what = {"chains": "one chain"}.get(key, "whole sequences")
+    message = f"{key}={value}: backward_error_feedback .site 'layers/mlp/up'. is for {what}"
     with pytest.raises(ValueError, match=message):
         Parallel(plan=plan, **{key: value})

@@ -24,7 +24,8 @@ class Fed(Run):
     def par(self) -> Parallel:
         compression = Compression("mxfp4", backward="none", min_bytes=0, error_feedback=self.feedback)
         plan = Plan({"layers/*": compression}).resolve(decoder.site_names(self.config, self.tp))
-        return Parallel(plan=plan, remat=self.remat, dtype=self.dtype, loss_chunk=self.loss_chunk)
+        own = {"chains": self.chains, "loss_chunk": self.loss_chunk}
+        return Parallel(plan=plan, remat=self.remat, dtype=self.dtype, **own)
 
 
 def distance(got, want):
@@ -61,8 +62,21 @@ def test_remat_repeats_nothing_and_changes_nothing(remat):
     assert distance(grads[1], grads[0]) < 1e-4
 
 
-@pytest.mark.parametrize("key, value", [("sequence_parallel", True), ("chains", 2)])
-def test_other_ways_of_sending_are_refused(key, value):
+@pytest.mark.parametrize(
+    "options", [{"remat": "full"}, pytest.param({"remat": "dots", "tp": 4, "dp": 2}, marks=pytest.mark.slow)]
+)
+def test_chains_carry_their_own_errors(options):
+    """A token's values are quantised in blocks of their own, so that chains lose and feed back what one chain does."""
+    run = Fed(QWEN2, **{"tp": 2, "batch": 4} | options)
+    loss, grads, _ = run.gradients()
+    of_chains = dataclasses.replace(run, chains=2).gradients()
+    without = dataclasses.replace(run, feedback=False).gradients()
+    np.testing.assert_allclose(of_chains[0], loss, rtol=1e-5)
+    assert distance(of_chains[1], grads) < 0.02 * distance(without[1], grads)
+
+
+def test_other_ways_of_sending_are_refused():
     plan = {"layers/mlp/down": Compression("int4h", error_feedback=True)}
+    key, value = "sequence_parallel", True
     with pytest.raises(ValueError, match=f"{key}={value}: error_feedback .site 'layers/mlp/down'. is for whole seq"):
         Parallel(plan=plan, **{key: value})

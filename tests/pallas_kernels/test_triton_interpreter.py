@@ -25,7 +25,7 @@ from triton_checks import CODECS_WITH_KERNELS, DATA, Check, values
 
 from pallas_kernels import Geometry
 from pallas_kernels.triton import launch, operations
-from taco_jax.codec import CODECS, Codec
+from taco_jax.codec import CODECS, UNCALIBRATED, Codec
 from taco_jax.compression import dispatch
 
 # (elements of a message, messages): of less than a block, of blocks and a part of one, of several tiles with a tail.
@@ -50,7 +50,14 @@ FIELDS = dict(
 )
 
 
-OTHERS = ("a chunk of every message", "many ranks", "the largest floats", "varying in shard_map", "2^31 elements")
+OTHERS = (
+    "a chunk of every message",
+    "what wires lose",
+    "many ranks",
+    "the largest floats",
+    "varying in shard_map",
+    "2^31 elements",
+)
 
 
 def _exists(variant) -> bool:
@@ -236,6 +243,7 @@ def others() -> dict[str, list[str]]:
     found, x = {}, values("grid", 1000, "float32")
     chunk = Geometry(1000, 3, 70, 130, 340)
     found["a chunk of every message"] = Check(CODECS["int6h"], chunk, x).run() + decodes_in_place(chunk, x)
+    found["what wires lose"] = residuals(chunk, x)
     found["many ranks"] = Check(CODECS["mxfp8"], Geometry(1000, 12, 84), x).run()
     largest = np.where(np.arange(x.size) % 50 == 0, np.float32(3.4e38), x)
     found["the largest floats"] = Check(CODECS["mxint8"], Geometry(1000, 1, 1000), largest).run()
@@ -258,6 +266,31 @@ def decodes_in_place(geometry, x):
         length = max(0, min(g.per_message, x.size - start))
         expected[start : start + length] = row[:length]
     return [] if np.array_equal(into, expected) else ["decode_into differs"]
+
+
+def residuals(chunk, x):
+    """Residuals are x less what `decode` reads from the wires, bit for bit, and the wires are those of `encode`."""
+    errors = []
+    for codec, geometry, dtype, exponent in (
+        (CODECS["int4h"], Geometry(1000, 3, 384), "bfloat16", None),
+        (CODECS["taco"], chunk, "float16", -3),
+        (CODECS["mxfp4"], Geometry(1000, 1, 1000), "bfloat16", None),
+        (Codec("e4m3", 64, "signed_hadamard", "site"), Geometry(1000, 2, 512), "bfloat16", UNCALIBRATED),
+    ):
+        values = np.where(np.arange(x.size) == 300, np.float32(np.nan), x / 3).astype(jnp.dtype(dtype))
+        fmt, n, p = dispatch.to_format(codec), geometry.per_message, geometry.messages
+        given = fmt, geometry, values, exponent
+        (wires, largest), (*same, error) = operations.encode(*given), operations.encode_with_residual(*given)
+        equal = np.array_equal(same[0], wires) and np.array_equal(same[1], largest, equal_nan=True)
+        errors += [f"{codec.name}: other wires"] * (not equal)
+        decoded = operations.decode(fmt, Geometry(p * n, p, n), wires, values.dtype, exponent)
+        padded = np.pad(values, (0, geometry.messages * geometry.distance - values.size)).reshape(p, -1)
+        pieces = padded[:, geometry.offset : geometry.offset + n].reshape(-1)
+        lost = (pieces.astype(np.float32) - np.asarray(decoded, np.float32)).astype(values.dtype)
+        lost = lost[: values.size] if geometry.is_whole else lost
+        same = np.array_equal(error.astype(np.float32), lost.astype(np.float32), equal_nan=True)
+        errors += [f"{codec.name}: other residuals"] * (not same)
+    return errors
 
 
 def counts_to(n, x):

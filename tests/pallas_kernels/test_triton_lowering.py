@@ -25,7 +25,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 
 MATRIX = dict(
     name=tuple(CODECS_WITH_KERNELS),
-    operation=("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode"),
+    operation=("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode", "encode_with_residual"),
     dtype=("bfloat16", "float16", "float32"),
     capability=(80, 89, 90),
 )
@@ -51,6 +51,7 @@ def launches(codec, operation, dtype, capability, monkeypatch, elements=4 << 20,
     seed = jax.ShapeDtypeStruct((2,), jnp.uint32) if codec.rounding == "stochastic" else None
     run = {
         "encode": lambda x, w, a, s: operations.encode(fmt, g, x, a, s),
+        "encode_with_residual": lambda x, w, a, s: operations.encode_with_residual(fmt, g, x, a, s),
         "reduce_encode": lambda x, w, a, s: operations.reduce_encode(fmt, g, w, x, a, a, s),
         "reduce_decode": lambda x, w, a, s: operations.reduce_decode(fmt, g, w, x, a, a),
         "sum_decode": lambda x, w, a, s: operations.sum_decode(fmt, w, g.per_message, dtype, a),

@@ -12,6 +12,7 @@ from taco_jax.compression.dispatch import without_format
 OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
 # A sum wider than its terms, as between the levels of a sum over several hosts.
 WIDE = "reduce_decode in float32"
+RESIDUAL, RESIDUAL_OF_SUM = "encode_with_residual", "reduce_encode_with_residual"
 DTYPES = ("bfloat16", "float16", "float32")
 PRESETS = tuple(name for name, codec in CODECS.items() if not (codec.exact or without_format(codec)))
 FIELDS = dict(
@@ -48,6 +49,8 @@ def operation_program(fmt: Format, operation: str, dtype: str, n: int, messages:
     )
     run = {
         "encode": lambda x, w, r, e, s: mosaic.encode(fmt, geometry, x, e, s),
+        RESIDUAL: lambda x, w, r, e, s: mosaic.encode_with_residual(fmt, geometry, x, e, s),
+        RESIDUAL_OF_SUM: lambda x, w, r, e, s: mosaic.reduce_encode_with_residual(fmt, geometry, w, x, r, e, s),
         "reduce_encode": lambda x, w, r, e, s: mosaic.reduce_encode(fmt, geometry, w, x, r, e, s),
         "reduce_decode": lambda x, w, r, e, s: mosaic.reduce_decode(fmt, geometry, w, x, r, e),
         WIDE: lambda x, w, r, e, s: mosaic.reduce_decode(fmt, geometry, w, x, r, e, jnp.float32),

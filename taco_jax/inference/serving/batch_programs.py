@@ -137,7 +137,8 @@ class RowPrograms(Programs):
 
         arguments = self._state_shapes(), self._cache_shapes(), self._ints(1, length), self._ints(2), self._rows(1)
         specs = (self._param_specs, P(), kv.specs(), P(), P(), P()), (P(), kv.specs(), P())
-        return self._program(("insert", length, top, whole), run, specs, arguments, donate=(CACHE,))
+        chains = layout.chains_of(config, 1, length).count
+        return self._program(("insert", length, top, whole), run, specs, arguments, donate=(CACHE,), chains=chains)
 
     def step(self, *, greedy: bool, top: int = 0) -> Callable:
         """(params, state, cache, live bool[B]) -> (state, cache, Scores); rows that are not live stay where they are.
