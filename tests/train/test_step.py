@@ -160,7 +160,7 @@ def test_the_compiled_step_sends_what_the_table_lists(config):
     sent = collectives(p.step)
     u8 = sorted(c for c in sent if c[1] == "uint8")
     # A loop's body counts once, but the chains of a layer are in it one after the other.
-    copies = lambda row: config.chains if row.site.startswith("layers/") else 1
+    copies = lambda row: p.parallel.chains if row.site.startswith("layers/") else 1
     assert u8 == sorted(h for row in listed for h in row.hlo * copies(row))
     # What is not uint8 is listed as exact or is a scalar of the optimiser; none of it is as large as a message.
     others = [c for c in sent if c[1] != "uint8"]
