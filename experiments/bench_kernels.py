@@ -6,9 +6,12 @@ The forecast's constants are fitted on these (experiments/fit_forecast.py); no s
 
 products    bfloat16, shapes on a grid of tokens and of widths: forward x [m, k] @ w [k, n]; dx x [m, k] @ w [n, k]^T;
             dw x [k, m]^T @ y [k, n] to float32
+mixed       one large product, and so many passes over memory behind each: a GPU that does nothing but multiply reaches
+            its limit of power, and lowers its clocks
 attention   cuDNN's, causal, forward and backward, heads of 64 and 128
 passes      elementwise, norms over the last dim, sums over the first, AdamW
-starts      kernels of 4 kB, one after the other, in a straight program and in a loop
+starts      kernels of 4 kB, one after the other, in a straight program and in a loop; and from three small arrays of
+            the host to one of its again by a program of one kernel, as for a prompt
 
 One program holds several kernels of a kind, each with operands of its own and an order between them, and programs are
 queued: what is timed is a kernel with its start, as in a step. Each is warmed up until the clocks have fallen to what
@@ -19,6 +22,7 @@ output    OUT/README.md (hardware, commit, command, tables), OUT/summary.json
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -28,6 +32,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import runs
 import timing
 from jax import lax
@@ -54,6 +59,8 @@ PRODUCTS = (
     *(("dw", 1024, 3072, k) for k in (512, 4096)),
     ("forward", 2048, 2048, 2048), ("forward", 8192, 8192, 8192),
 )  # fmt: skip
+# Of [MIXED, MIXED] @ [MIXED, MIXED], each followed by so many passes over so many values.
+MIXED, MIXED_PASSES, MIXED_VALUES = 8192, (0, 1, 2, 3, 5), 1 << 28
 # (sequences, length, heads, kv heads, width of a head)
 ATTENTION = (
     (64, 1024, 6, 6, 64), (8, 2048, 14, 2, 128), (1, 512, 28, 4, 128), (1, 8192, 28, 4, 128), (32, 1024, 3, 3, 64),
@@ -62,8 +69,9 @@ ATTENTION = (
 # (kind, rows, columns)
 PASSES = (
     *(("elementwise", rows, 1024) for rows in (64, 1024, 4096, 16384, 65536, 262144)),
-    *(("norm", rows, columns) for rows, columns in ((512, 3584), (16384, 3584), (65536, 768))),
-    *(("sum", rows, columns) for rows, columns in ((65536, 768), (16384, 3584))),
+    *(("sum", rows, columns) for rows, columns in ((65536, 768), (16384, 3584), (4096, 1024), (4096, 4096),
+                                                   (65536, 384), (16384, 1024), (65536, 2048))),
+    *(("norm", rows, columns) for rows, columns in ((512, 3584), (16384, 3584), (65536, 768), (4096, 1024))),
     ("adamw", 16384, 4096), ("adamw", 768, 1536),
 )  # fmt: skip
 TINY, IN_LOOP, ROUNDS = 64, 16, 32
@@ -80,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     args.seconds = runs.limit("--seconds", args.seconds)
     runs.folder("--out", args.out)
-    start, results = time.perf_counter(), {"starts": [], "passes": [], "products": [], "attention": []}
+    start, results = time.perf_counter(), {"starts": [], "mixed": [], "passes": [], "products": [], "attention": []}
     for kind, row, program, operands, calls, guess in kernels(args.most_flops):
         if args.seconds is not None and time.perf_counter() - start > args.seconds:
             print("no more time: the rest is left out", flush=True)
@@ -97,17 +105,18 @@ def main(arguments: Sequence[str]) -> None:
 
 def measured(program: Callable, operands: tuple, calls: int, guess: float) -> float:
     """Seconds of one of a program's `calls` kernels; guess: microseconds that one may take."""
-    program = jax.jit(program)
-    programs = min(8, max(2, math.ceil(15_000 / (guess * calls))))
-    # Four times as long as one of the repeats: clocks have then fallen to what the load leaves them.
-    timing.seconds(program, *operands, calls=calls, programs=programs, repeats=4)
+    program = program if program is from_host_to_host else jax.jit(program)
+    programs = min(20, max(2, math.ceil(20_000 / (guess * calls))))
+    # A tenth of a second: clocks have then fallen to what the load leaves them.
+    timing.seconds(program, *operands, calls=calls, programs=programs, repeats=5)
     return timing.seconds(program, *operands, calls=calls, programs=programs, repeats=REPEATS)
 
 
 def kernels(most_flops: float | None) -> Iterator[tuple]:
     """(kind, row, program, its operands' maker, kernels of it, microseconds that one may take) of each."""
-    yield from starts()
     small = lambda flops: most_flops is None or flops <= most_flops
+    yield from starts()
+    yield from mixed(small)
     parts = [passes(small), products(small), attention(small)]
     # In turn, so that a run that ends early has some of each.
     while parts:
@@ -129,6 +138,17 @@ def fitting(guess: float, nbytes: float) -> int:
     return max(2, min(MOST_KERNELS, math.ceil(LEAST_US / guess), int(MOST_BYTES / nbytes)))
 
 
+@functools.cache
+def _of_host() -> Callable:
+    return jax.jit(lambda x, tokens, length, seed: tokens[0] + length + seed + x[0].astype(jnp.int32))
+
+
+def from_host_to_host(x):
+    """Three arrays go to the device, one small program runs, and its result comes back."""
+    arrays = np.zeros((512,), np.int32), np.zeros((1,), np.int32), np.zeros((1,), np.int32)
+    return np.asarray(_of_host()(x, *jax.device_put(arrays)))
+
+
 def starts() -> Iterator[tuple]:
     tiny = lambda: (jnp.ones((1024,), jnp.float32),)
 
@@ -145,9 +165,35 @@ def starts() -> Iterator[tuple]:
 
         return lax.scan(body, x, None, length=ROUNDS)[0]
 
+    yield "starts", {"what": "from host to host", "kernels": 1}, from_host_to_host, tiny, 1, 200.0
     yield "starts", {"what": "straight", "kernels": TINY}, straight, tiny, TINY, 2.0
     row = {"what": "loop", "kernels": IN_LOOP, "rounds": ROUNDS}
     yield "starts", row, in_loop, tiny, IN_LOOP * ROUNDS, 2.0
+
+
+def mixed(small: Callable[[float], bool]) -> Iterator[tuple]:
+    if not small(2.0 * MIXED**3):
+        return
+    nbytes = 4 * MIXED_VALUES
+
+    def run(of: int) -> Callable:
+        def program(x, w, z):
+            found = []
+            for _ in range(4):
+                (x, z), y = after((x, z), x @ w)
+                found.append(y)
+                for _ in range(of):
+                    x, z = lax.optimization_barrier((x, z * jnp.bfloat16(0.99) + jnp.bfloat16(0.01)))
+            return found, z
+
+        return program
+
+    key = jax.random.key(0)
+    draw = lambda shape: jax.random.normal(key, shape, jnp.bfloat16)
+    operands = lambda: (draw((MIXED, MIXED)), draw((MIXED, MIXED)), draw((MIXED_VALUES,)))
+    for of in MIXED_PASSES:
+        guess = 2e6 * MIXED**3 / 700e12 + of * nbytes / 4e6
+        yield "mixed", {"m": MIXED, "passes": of, "bytes": of * nbytes}, run(of), operands, 4, guess
 
 
 def passes(small: Callable[[float], bool]) -> Iterator[tuple]:
@@ -299,6 +345,8 @@ def write(args, results: dict) -> None:
     for r in results["products"]:
         rate = 2e-6 * r["m"] * r["n"] * r["k"] / r["us"]
         lines.append(f"| {r['form']} | {r['m']:,} | {r['n']:,} | {r['k']:,} | {r['us']:.1f} | {rate:.0f} |")
+    lines += ["", "| mixed: a product of a side, and passes | side | passes | us |", "|---|---|---|---|"]
+    lines += [f"| {r['bytes'] / 1e9:.2f} GB | {r['m']:,} | {r['passes']} | {r['us']:.1f} |" for r in results["mixed"]]
     lines += ["", "| attention | sequences x tokens | heads | kv heads | width | us |", "|---|---|---|---|---|---|"]
     for r in results["attention"]:
         shape = f"{r['sequences']} x {r['length']:,} | {r['heads']} | {r['kv_heads']} | {r['width']}"
