@@ -74,6 +74,7 @@ PASSES = (
     *(("norm", rows, columns) for rows, columns in ((512, 3584), (16384, 3584), (65536, 768), (4096, 1024))),
     ("adamw", 16384, 4096), ("adamw", 768, 1536),
 )  # fmt: skip
+KINDS = ("starts", "mixed", "passes", "products", "attention")
 TINY, IN_LOOP, ROUNDS = 64, 16, 32
 LEAST_US, MOST_KERNELS, MOST_BYTES = 1500.0, 24, 24e9
 REPEATS = 5
@@ -83,17 +84,25 @@ def main(arguments: Sequence[str]) -> None:
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=None, help="begin no further kernel after so long")
+    parser.add_argument("--only", default=None, help="kinds, such as starts,mixed; all by default")
+    parser.add_argument(
+        "--warm-up", type=float, default=0.0, help="seconds of load before each of them, beside a tenth"
+    )
     parser.add_argument("--most-flops", type=float, default=None, help="leave out larger ones, as on a CPU")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
     args.seconds = runs.limit("--seconds", args.seconds)
+    runs.require(args.warm_up >= 0, "--warm-up", args.warm_up, "must be at least 0")
+    only = None if args.only is None else runs.choices("--only", args.only, KINDS)
     runs.folder("--out", args.out)
-    start, results = time.perf_counter(), {"starts": [], "mixed": [], "passes": [], "products": [], "attention": []}
+    start, results = time.perf_counter(), {kind: [] for kind in KINDS}
     for kind, row, program, operands, calls, guess in kernels(args.most_flops):
         if args.seconds is not None and time.perf_counter() - start > args.seconds:
             print("no more time: the rest is left out", flush=True)
             break
-        us = 1e6 * measured(program, operands(), calls, guess)
+        if only is not None and kind not in only:
+            continue
+        us = 1e6 * measured(program, operands(), calls, guess, args.warm_up)
         if kind == "attention" and row["what"] == "backward":
             # The program has both; a forward pass of the same shape came before.
             us -= next(r["us"] for r in results[kind] if r == row | {"what": "forward", "us": r["us"]})
@@ -103,12 +112,15 @@ def main(arguments: Sequence[str]) -> None:
     write(args, results)
 
 
-def measured(program: Callable, operands: tuple, calls: int, guess: float) -> float:
+def measured(program: Callable, operands: tuple, calls: int, guess: float, warm_up: float = 0.0) -> float:
     """Seconds of one of a program's `calls` kernels; guess: microseconds that one may take."""
     program = program if program is from_host_to_host else jax.jit(program)
     programs = min(20, max(2, math.ceil(20_000 / (guess * calls))))
     # A tenth of a second: clocks have then fallen to what the load leaves them.
     timing.seconds(program, *operands, calls=calls, programs=programs, repeats=5)
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm_up:
+        timing.seconds(program, *operands, calls=calls, programs=programs, repeats=1)
     return timing.seconds(program, *operands, calls=calls, programs=programs, repeats=REPEATS)
 
 
