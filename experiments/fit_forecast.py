@@ -62,9 +62,9 @@ def fit(terms: Sequence[Sequence[float]], times: Sequence[float], power: float =
     return constants, float(np.max(np.abs(a @ constants / t - 1)))
 
 
-def alone() -> dict[str, list[dict]]:
+def alone(folder: str = "kernels_h200") -> dict[str, list[dict]]:
     """Kernels timed alone (experiments/bench_kernels.py), the mean of two GPUs of one host."""
-    first, second = summary("kernels_h200"), summary("kernels_h200_second")
+    first, second = summary(folder), summary(f"{folder}_second")
     mean = lambda row, other: row | {"us": (row["us"] + other["us"]) / 2}
     return {kind: [mean(*pair) for pair in zip(rows, second[kind], strict=True)] for kind, rows in first.items()}
 
@@ -89,7 +89,7 @@ def sums(share: float) -> dict:
 def sustained() -> list[dict]:
     """Rows of products beside passes after seconds of load, if they were measured; else after a tenth of one."""
     longer = (RESULTS / "kernels_sustained" / "summary.json").is_file()
-    return summary("kernels_sustained")["mixed"] if longer else alone()["mixed"]
+    return alone("kernels_sustained" if longer else "kernels_h200")["mixed"]
 
 
 def limit_of_power(mixed: Sequence[dict]) -> dict:
@@ -104,7 +104,7 @@ def limit_of_power(mixed: Sequence[dict]) -> dict:
     activity = [2e6 * row["m"] ** 3 / (fast + row["passes"] * pass_us) / H200_PEAK for row in rows]
     slower = [max(1.0, (row["us"] - row["passes"] * pass_us) / fast) for row in rows]
     source = "kernels_h200: a product of 8,192^3 with passes over memory behind it"
-    return {"activity": activity, "slower": slower, "source": source}
+    return {"activity": activity, "slower": slower, "alone": slower[-1], "source": source}
 
 
 def without_limit(us: float, flops: float, power: dict) -> float:

@@ -230,8 +230,7 @@ def forecast_constants(figures: Figures) -> Iterable[Row]:
     yield "products: FLOPs' worth of a value that a step of k brings", at("product.load")
     yield "products: share of the memory traffic that is not beside multiplication", share("product.memory")
     yield "products: start, beside that of any kernel", f"{at('product.start_us', 1)} us"
-    yield "limit of power: activity up to which there is none, as a share of the peak", share("power.free")
-    yield "limit of power: how much longer for each unit of activity above", at("power.slope", 2)
+    yield "limit of power: times as long, where there is nothing but products", at("power.alone", 2)
     for what in ("forward", "backward"):
         rates = f"{at(f'attention.{what}.ps_per_flop', 5)} ps, {at(f'attention.{what}.ps_per_pair', 2)} ps"
         yield f"attention, {what}: a FLOP, a pair; start", f"{rates}; {at(f'attention.{what}.us', 1)} us"
@@ -239,6 +238,9 @@ def forecast_constants(figures: Figures) -> Iterable[Row]:
     yield "start and end of a program, from the host to the host", f"{at('start.host_us')} us"
     yield "sums over tokens: start", f"{at('sum.us', 1)} us"
     yield "sums over tokens: share of the fastest copy's bandwidth", share("sum.share_of_copy")
+    yield "zeros: share of the fastest copy's bandwidth", share("zeros.share_of_copy")
+    yield "GELU: a value", f"{at('gelu.ps_per_value', 2)} ps"
+    yield "work beside a message over NVLink: longer by, as a share of the message's time", share("beside.longer")
     for card in ("H200", "H100 80GB HBM3"):
         yield f"memory: share of the data sheet's, {card}", share(f"memory.share_of_sheet.{card}")
     yield "error feedback: bytes for each element", at("feedback.bytes_per_element", 1)

@@ -292,7 +292,7 @@ def prompt_weights(s: Shard, size: int = 2) -> list[Work]:
 
 
 def kept(s: Shard, tokens: int, remat: str, passes: int = 1, *, size: int = 2, sp: int = 1) -> list[Work]:
-    """What a layer keeps, zeroed before; passes: 1, COPIED from zeros in each microbatch, or OF_TICKS."""
+    """Zeros of all that a layer keeps; passes: 1, COPIED from zeros in each microbatch, or OF_TICKS."""
     nbytes = sum(ZEROS[remat].bytes(s, tokens, size, sp).values())
     if passes == 1:
         return [Work(UP, "forward", "zeros", bytes=nbytes, kernels=0.0)]

@@ -79,7 +79,7 @@ def test_constants_of_kernels_are_found_again(experiment, monkeypatch):
     sums = [{"what": "sum", "bytes": b, "us": 12.0 + b / (0.5 * per_us)} for b in (1e7, 1e8)]
     sums.append({"what": "elementwise", "bytes": 1 << 30, "us": pass_us})
     kernels = {"products": rows, "mixed": mixed, "attention": attention, "passes": sums}
-    monkeypatch.setattr(fit, "alone", lambda: kernels)
+    monkeypatch.setattr(fit, "alone", lambda folder="": kernels)
     limit = fit.limit_of_power(mixed)
     assert limit["slower"] == pytest.approx([slowed(1.0, x * 1e-6 * fit.H200_PEAK) for x in limit["activity"]])
     power = limit
@@ -100,9 +100,10 @@ def test_errors_are_those_of_the_forecast(experiment):
     for name, group in groups.items():
         for where in (written["groups"], load(ERRORS)["groups"]):
             assert where[name] == pytest.approx(group), name
-    steps = groups["steps of 7B"]
-    assert steps["median"] <= 0.05 and steps["worst"] <= 0.10 and steps["rows"] >= 30
-    assert groups["all"]["median"] <= 0.05
+    steps, prompts = groups["steps of 7B"], groups["first token"]
+    assert steps["median"] <= 0.06 and steps["worst"] <= 0.10 and steps["rows"] >= 30
+    assert prompts["median"] <= 0.05 and prompts["worst"] <= 0.10 and prompts["rows"] >= 6
+    assert groups["all"]["median"] <= 0.065 and groups["all"]["worst"] <= 0.12
     for now, then in zip(errors.published(), written["published"], strict=True):
         assert now["forecast"] == pytest.approx(then["forecast"]), now["what"]
 
