@@ -27,6 +27,7 @@ from taco_jax.codec import CODECS
 from taco_jax.compression import recommended
 from taco_jax.config import ConfigError, cli
 from taco_jax.forecast import recommend
+from taco_jax.forecast.cost import limited
 from taco_jax.forecast.links import hop_steps, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,50 +36,171 @@ PACKAGE = ROOT / "taco_jax" / "forecast"
 RECOMMENDED = ROOT / "taco_jax" / "compression" / recommended.FILE
 MEGA, KILO = 1 << 20, 1 << 10
 H200_PEAK, H200_SMS, H200_SHEET_GB_S, H100_SHEET_GB_S = 989.4e12, 132, 4800, 3350
-TILE = (128, 256)  # of cuBLAS's products of bf16 on Hopper (nvjet ... 128x256, 256x128 in overlap_2gpus/trace.txt)
-# Widths of the kernel times in overlap_2gpus/trace.txt: the 7B model's heads at tp 2, eight sequences of 2,048.
-TRACE = {"sequences": 8, "length": 2048, "heads": 14, "head_dim": 128}
+# Tiles of products of bf16 on Hopper: cuBLAS's (nvjet ... in overlap_2gpus/trace.txt) and XLA's own, and parts of k.
+TILES = (
+    (128, 256), (256, 128), (128, 192), (192, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64),
+)  # fmt: skip
+SPLITS = (1, 2, 4, 8, 16)
+TILE_OF_PAIRS = 128
+LOADS = (0, 4, 8, 16, 24, 32, 48, 64)  # FLOPs' worth of each value that a step of k brings: tried one by one
+LONG_MATTERS = 0.75  # a step's time is that of its long products
+BOUND_BY_MEMORY = 0.75  # of the time, that memory traffic alone would take
 
 
 def summary(folder: str) -> dict:
     return json.loads((RESULTS / folder / "summary.json").read_text())
 
 
-def fit(terms: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[np.ndarray, float]:
-    """(constants, largest relative error) of times = terms @ constants."""
+def fit(terms: Sequence[Sequence[float]], times: Sequence[float], power: float = 1.0) -> tuple[np.ndarray, float]:
+    """(constants, largest relative error) of times = terms @ constants.
+
+    power: errors count by times^power; 1 for relative errors, less where long times matter more.
+    """
     a, t = np.array(terms, float), np.array(times, float)
-    scale = np.abs(a).max(axis=0)
-    constants = nnls(a / scale / t[:, None], np.ones(len(t)))[0] / scale
+    scale, weight = np.abs(a).max(axis=0), t**power
+    constants = nnls(a / scale / weight[:, None], t / weight)[0] / scale
     return constants, float(np.max(np.abs(a @ constants / t - 1)))
 
 
-def products() -> dict:
-    """Waves of tiles over the multiprocessors: t = waves (K + K0) / rate."""
-    rows = [(16384, {"attn/out": 896, "mlp/down": 4736, "attn/in, backward": 1152, "mlp/in, backward": 9472}[name],
-             row["product"]["us"]) for name, row in summary("product_h200").items()]  # fmt: skip
-    rows += [(int(m), 4736, row["product"]["us"]) for m, row in summary("feedback_h200").items()]
-    waves = lambda m: -(-(-(-m // TILE[0]) * -(-3584 // TILE[1])) // H200_SMS)
-    (per_k, start), worst = fit([(waves(m) * k, waves(m)) for m, k, _ in rows], [us for *_, us in rows])
-    rate = 2 * TILE[0] * TILE[1] / (per_k * 1e-6) * H200_SMS
+def alone(folder: str = "kernels_h200") -> dict[str, list[dict]]:
+    """Kernels timed alone (experiments/bench_kernels.py), the mean of two GPUs of one host."""
+    first, second = summary(folder), summary(f"{folder}_second")
+    mean = lambda row, other: row | {"us": (row["us"] + other["us"]) / 2}
+    return {kind: [mean(*pair) for pair in zip(rows, second[kind], strict=True)] for kind, rows in first.items()}
+
+
+def starts() -> dict:
+    """Microseconds from one small kernel's end to the next one's, in a straight program."""
+    us = {row["what"]: row["us"] for row in alone()["starts"]}
     return {
-        "tile": TILE, "peak": H200_PEAK, "share_of_peak": rate / H200_PEAK, "k0": start / per_k,
-        "worst": worst, "rows": len(rows),
-        "source": "product_h200, feedback_h200: products of bf16 on one H200",
+        "us": us["straight"], "host_us": us["from host to host"],
+        "source": "kernels_h200: kernels of 4 kB, one after the other; a program of one from the host to the host",
     }  # fmt: skip
 
 
-def attention() -> dict:
-    """Shares of the bf16 peak of cuDNN's kernels, causal: half of the pairs, and those of the diagonal's tiles."""
-    text = (RESULTS / "overlap_2gpus" / "trace.txt").read_text()
-    us = lambda what: [float(x) for x in re.findall(rf"([\d.]+) us\s+cudnn\S+{what}", text)]
-    t = TRACE
-    pairs = t["sequences"] * t["heads"] * t["length"] * (t["length"] + TILE[0]) / 2
-    shares = {}
-    for name, kernel, products_ in (("forward", "fprop", 2), ("backward", "bprop", 5)):
-        flops = 2 * products_ * pairs * t["head_dim"]
-        shares[name] = flops / (np.mean(us(kernel)) * 1e-6) / H200_PEAK
-    source = "overlap_2gpus/trace.txt: the mean times of cuDNN's two kernels on H200 (kernels of a step, not the step)"
-    return shares | {"source": source}
+def sums(share: float) -> dict:
+    """Sums of an array over its first dim: microseconds of each and the share of the fastest copy's bandwidth."""
+    rows = [row for row in alone()["passes"] if row["what"] == "sum"]
+    terms = [(1.0, row["bytes"] / (share * H200_SHEET_GB_S * 1e3)) for row in rows]
+    (us, slower), worst = fit(terms, [row["us"] for row in rows])
+    return {"us": us, "share_of_copy": 1 / max(slower, 1.0), "worst": worst, "source": "kernels_h200"}
+
+
+def sustained() -> list[dict]:
+    """Rows of products beside passes after seconds of load, if they were measured; else after a tenth of one."""
+    longer = (RESULTS / "kernels_sustained" / "summary.json").is_file()
+    return alone("kernels_sustained" if longer else "kernels_h200")["mixed"]
+
+
+def limit_of_power(mixed: Sequence[dict]) -> dict:
+    """How many times as long products take where much of the time is multiplication, as measured, by activity.
+
+    Activity is FLOP/s, the mean over all of the time without that limit, as a share of the peak.
+    """
+    rows = sorted(mixed, key=lambda row: -row["passes"])
+    (pass_us,) = (row["us"] for row in alone()["passes"]
+                  if row["what"] == "elementwise" and row["bytes"] * rows[0]["passes"] == rows[0]["bytes"])  # fmt: skip
+    fast = min(row["us"] - row["passes"] * pass_us for row in alone()["mixed"])
+    activity = [2e6 * row["m"] ** 3 / (fast + row["passes"] * pass_us) / H200_PEAK for row in rows]
+    slower = [max(1.0, (row["us"] - row["passes"] * pass_us) / fast) for row in rows]
+    source = "kernels_h200: a product of 8,192^3 with passes over memory behind it"
+    return {"activity": activity, "slower": slower, "alone": slower[-1], "source": source}
+
+
+def without_limit(us: float, flops: float, power: dict) -> float:
+    """Microseconds that a kernel of so many FLOPs, alone all the time, would take at its highest clocks."""
+    low, high = us / 2, us
+    for _ in range(50):
+        middle = (low + high) / 2
+        activity = 1e6 * flops / middle / H200_PEAK
+        low, high = (middle, high) if middle * limited(activity, power) < us else (low, middle)
+    return high
+
+
+def products(start_us: float, share: float, power: dict) -> dict:
+    """The constants of `taco_jax.forecast.cost._product`, of which each product takes the tile that is its fastest.
+
+    Fit and choice alternate until no choice changes, for each of LOADS; the load that leaves the least error is taken.
+    Products that are bound by memory say nothing of tiles.
+    """
+    per_us = share * H200_SHEET_GB_S * 1e3
+    rows = [(r["m"], r["n"], r["k"], 4 if r["form"] == "dw" else 2,
+             without_limit(r["us"], 2.0 * r["m"] * r["n"] * r["k"], power)) for r in alone()["products"]]  # fmt: skip
+    of_tiles = [row for row in rows if _moved_us(row[:4], per_us) < BOUND_BY_MEMORY * row[-1]]
+    found = min((_tiles(of_tiles, load, start_us, per_us=per_us) for load in LOADS), key=lambda c: c["squares"])
+    errors = [(_product_us(found, row[:4], per_us) + start_us) / row[-1] - 1 for row in rows]
+    return {
+        "tiles": TILES, "splits": SPLITS, "peak": H200_PEAK, "share_of_peak": found["share"], "k0": found["k0"],
+        "load": found["load"], "memory": found["memory"], "start_us": found["start_us"],
+        "worst": max(map(abs, errors)), "median": statistics.median(map(abs, errors)), "rows": len(rows),
+        "source": "kernels_h200: products of bf16 on one H200, without the limit of power",
+    }  # fmt: skip
+
+
+def _tiles(rows: Sequence[tuple], load: float, start_us: float, *, per_us: float) -> dict:
+    found = {"share": 0.75, "k0": 100.0, "load": load, "memory": 0.3, "start_us": 3.0}
+    seen = set()
+    while True:
+        terms, times, chosen = [], [], []
+        for *shape, us in rows:
+            options = [(_tile_us(found, *term), tile, split, term) for tile in TILES for split in SPLITS
+                       for term in [_tile_terms(*shape[:3], tile, split, per_us=per_us)]]  # fmt: skip
+            _, tile, split, (flops, areas, loads, parts) = min(options)
+            chosen.append((tile, split))
+            terms.append((flops + load * loads, areas, _moved_us(shape, per_us), 1.0))
+            times.append(us - start_us - parts)
+        (per_flop, k0, beside, more), _ = fit(terms, times, LONG_MATTERS)
+        found = {
+            "share": H200_SMS / per_flop / 1e-6 / H200_PEAK, "k0": k0 / per_flop, "load": load,
+            "memory": min(1.0, beside), "start_us": more,
+        }  # fmt: skip
+        expected = [_product_us(found, shape, per_us) + start_us for *shape, _ in rows]
+        found["squares"] = sum(((t - row[-1]) / row[-1] ** LONG_MATTERS) ** 2 for t, row in zip(expected, rows))
+        if tuple(chosen) in seen:
+            return found
+        seen.add(tuple(chosen))
+
+
+def _tile_terms(m: int, n: int, k: int, tile: tuple[int, int], split: int, *, per_us: float) -> tuple[float, ...]:
+    """What a product's time is linear in: FLOPs, tiles' areas, values loaded; and us of adding up parts."""
+    rows, columns = tile
+    waves, steps_of_k = -(-(-(-m // rows) * -(-n // columns) * split) // H200_SMS), -(-k // split)
+    area = 2 * rows * columns * waves
+    parts = 8 * split * m * n / per_us if split > 1 else 0.0
+    return area * steps_of_k, area, steps_of_k * (rows + columns) * waves, parts
+
+
+def _tile_us(c: dict, flops: float, areas: float, loads: float, parts: float) -> float:
+    per_flop = 1e6 * H200_SMS / (c["share"] * H200_PEAK)
+    return per_flop * (flops + c["k0"] * areas + c["load"] * loads) + parts
+
+
+def _moved_us(shape: Sequence[int], per_us: float) -> float:
+    m, n, k, out = shape
+    return (2 * (m * k + k * n) + out * m * n) / per_us
+
+
+def _product_us(c: dict, shape: Sequence[int], per_us: float) -> float:
+    terms = [_tile_terms(*shape[:3], tile, split, per_us=per_us) for tile in TILES for split in SPLITS]
+    moved = _moved_us(shape, per_us)
+    return max(moved, min(_tile_us(c, *term) for term in terms) + c["memory"] * moved) + c["start_us"]
+
+
+def attention(start_us: float) -> dict:
+    """Picoseconds a FLOP and a pair of query and key of cuDNN's kernels, causal: half of the pairs, and those of the
+    diagonal's tiles."""
+    constants = {"source": "kernels_h200: cuDNN's two kernels on one H200"}
+    for what, products_ in (("forward", 2), ("backward", 5)):
+        terms, times = [], []
+        for row in alone()["attention"]:
+            if row["what"] == what:
+                length = row["length"]
+                pairs = row["sequences"] * row["heads"] * length * (length + min(TILE_OF_PAIRS, length)) / 2
+                terms.append((2 * products_ * pairs * row["width"], pairs, 1.0))
+                times.append(row["us"] - start_us)
+        (per_flop, per_pair, us), worst = fit(terms, times)
+        constants[what] = {"ps_per_flop": 1e6 * per_flop, "ps_per_pair": 1e6 * per_pair, "us": us, "worst": worst}
+    return constants
 
 
 def memory() -> dict:
@@ -128,7 +250,24 @@ def codec_us(codec: str, n: int, ranks: int, kinds: dict) -> float:
     return (encode + decode + (wire + wire / ranks) / rates["reduce"]) / 1e3
 
 
-def sums() -> list[tuple[str, int, str, int, float]]:
+def of_a_step(start_us: float, share: float) -> dict:
+    """Kernels by their names in the trace of a step: zeros, as a share of the fastest copy's bandwidth, GELU, and how
+    much longer what goes beside messages takes, as a share of these."""
+    found = summary("kernels_in_step")
+    per_us = share * H200_SHEET_GB_S * 1e3
+    zeros = statistics.median(row["bytes"] / row["us"] / per_us for row in found["zeros"])
+    (gelu,) = found["gelu"]
+    source = "kernels_in_step: lengths of kernels, not of the step"
+    ways = found["beside_messages"]
+    longer = (sum(ways["none"].values()) - sum(ways["free"].values())) / ways["hidden"]
+    return {
+        "beside": {"longer": longer, "source": source},
+        "zeros": {"share_of_copy": zeros, "source": source},
+        "gelu": {"ps_per_value": 1e6 * (gelu["us"] - start_us) / gelu["values"], "source": source},
+    }  # fmt: skip
+
+
+def measured_sums() -> list[tuple[str, int, str, int, float]]:
     """(link, ranks, way, elements, us) of every measured sum; a way is none, CODEC (one kernel) or CODEC:nccl."""
     out = []
     for folder, ranks in (("allreduce_2gpus", 2), ("allreduce_4gpus", 4), ("psum_small_2gpus", 2)):
@@ -150,7 +289,7 @@ def sums() -> list[tuple[str, int, str, int, float]]:
 
 
 def links(kinds: dict) -> dict:
-    rows, found = sums(), {}
+    rows, found = measured_sums(), {}
     for link in ("nvlink", "host"):
         found[link] = {"exact": {}, "hop": {}, "kernel": {}, "worst": {}}
         for ranks in (2, 4):
@@ -262,10 +401,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file would change")
     args = parser.parse_args(arguments)
     try:
-        kernels, copies = codecs(), memory()
+        kernels, copies, start = codecs(), memory(), starts()
+        share, power = copies["share_of_sheet"]["H200"], limit_of_power(alone()["mixed"])
         constants = {
-            "product": products(), "attention": attention(), "memory": copies, "codec": kernels,
-            "feedback": feedback(copies["share_of_sheet"]["H200"]), "links": links(kernels["gb_s"]["H200"]),
+            "start": start, "power": limit_of_power(sustained()), "product": products(start["us"], share, power),
+            "attention": attention(start["us"]), "sum": sums(share), **of_a_step(start["us"], share),
+            "memory": copies, "codec": kernels,
+            "feedback": feedback(share), "links": links(kernels["gb_s"]["H200"]),
             "nvlink_gb_s": 450,
         }  # fmt: skip
         recorded = pruned(record())

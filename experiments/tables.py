@@ -218,13 +218,13 @@ def perplexity(figures: Figures) -> Iterable[Row]:
 
 def forecast_errors(figures: Figures) -> Iterable[Row]:
     yield "rows", "number", "median error", "worst", "speed-ups: median error", "worst"
-    for group in ("steps of 7B", "first token", "small steps", "all but small"):
+    for group in ("steps of 7B", "first token", "small steps", "all"):
         key = f"groups.{group}"
         name = {
             "steps of 7B": "steps of the 7B model",
             "first token": "times to the first token, 7B, one GPU",
             "small steps": "steps of models of 350M parameters and fewer",
-            "all but small": "the first two",
+            "all": "all",
         }
         cells = [figures.percent("forecast", f"{key}.{value}") for value in ("median", "worst")]
         speed = [f"{key}.speedup_median", f"{key}.speedup_worst"]
@@ -245,10 +245,22 @@ def forecast_constants(figures: Figures) -> Iterable[Row]:
     yield "constant", "value"
     at = lambda key, decimals=0: figures.number("forecast", f"constants.{key}", decimals)
     share = lambda key: figures.percent("forecast", f"constants.{key}")
-    yield "products: share of the peak, of a tile's sums", share("product.share_of_peak")
+    yield "products: share of the peak, of a tile's sums, at the highest clocks", share("product.share_of_peak")
     yield "products: K0, the start and end of a tile as steps of k", at("product.k0")
-    yield "attention: share of the peak, forward", share("attention.forward")
-    yield "attention: share of the peak, backward", share("attention.backward")
+    yield "products: FLOPs' worth of a value that a step of k brings", at("product.load")
+    yield "products: share of the memory traffic that is not beside multiplication", share("product.memory")
+    yield "products: start, beside that of any kernel", f"{at('product.start_us', 1)} us"
+    yield "limit of power: times as long, where there is nothing but products", at("power.alone", 2)
+    for what in ("forward", "backward"):
+        rates = f"{at(f'attention.{what}.ps_per_flop', 5)} ps, {at(f'attention.{what}.ps_per_pair', 2)} ps"
+        yield f"attention, {what}: a FLOP, a pair; start", f"{rates}; {at(f'attention.{what}.us', 1)} us"
+    yield "start of a kernel", f"{at('start.us', 1)} us"
+    yield "start and end of a program, from the host to the host", f"{at('start.host_us')} us"
+    yield "sums over tokens: start", f"{at('sum.us', 1)} us"
+    yield "sums over tokens: share of the fastest copy's bandwidth", share("sum.share_of_copy")
+    yield "zeros: share of the fastest copy's bandwidth", share("zeros.share_of_copy")
+    yield "GELU: a value", f"{at('gelu.ps_per_value', 2)} ps"
+    yield "work beside a message over NVLink: longer by, as a share of the message's time", share("beside.longer")
     for card in ("H200", "H100 80GB HBM3"):
         yield f"memory: share of the data sheet's, {card}", share(f"memory.share_of_sheet.{card}")
     yield "error feedback: bytes for each element", at("feedback.bytes_per_element", 1)

@@ -411,6 +411,11 @@ def _measured_text(found: dict[str, Any], path: Path) -> str:
         f"measured on {found['hardware']}",
         f"  product    {found['product_flops'] / 1e12:.3g} TFLOP/s of bf16",
         f"  copy       {found['copy_gb_s']:.4g} GB/s, read and written",
+        *(
+            [f"  starts     {found['start_us']:.3g} us a kernel, {found['host_us']:.3g} us a program from the host"]
+            if "start_us" in found
+            else []
+        ),
         f"  codec      {measure.CODEC} encodes at {100 * found['codec_share']:.0f} % of that",
     ]
     if found["link"]:

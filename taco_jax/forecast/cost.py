@@ -1,7 +1,8 @@
 """Times of work and of messages on a machine: a GPU, its link, its hosts.
 
-    product     waves(tiles over multiprocessors) x (K + K0) x tile's FLOPs / rate of a multiprocessor
-    memory      bytes / bandwidth of the fastest copy
+    product     start + waves(tiles over multiprocessors) x a tile's time, of the tile and split of k that take least
+    attention   start + FLOPs / rate + pairs x the time of a pair's exponential
+    memory      start of each kernel + bytes / bandwidth of the fastest copy
     codec       bytes read and written / GB/s of that codec's kernel
     message     latency + bytes / GB/s, hop by hop, inside a host and between hosts
 
@@ -11,6 +12,8 @@ docs/forecast.md explains each; constants are those of `constants.json`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import statistics
 from typing import Any
@@ -25,6 +28,33 @@ from taco_jax.forecast.messages import SiteMessage
 from taco_jax.forecast.work import Work
 
 NVLINK_RANKS = (2, 4, 8)
+
+
+def limited(activity: float, power: dict[str, list[float]]) -> float:
+    """How many times as long products take at an activity: on lines between the measured points."""
+    points = list(zip(power["activity"], power["slower"]))
+    for (x, y), (x2, y2) in itertools.pairwise(points):
+        if activity < x2:
+            return y + (y2 - y) * max(0.0, activity - x) / (x2 - x)
+    return points[-1][1]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _product(m: int, n: int, k: int, *, out: int, per_flop: float, bandwidth: float, sms: int) -> float:
+    """Seconds of a product after its start: of the tile and the split that take least, or of its memory traffic."""
+    c = load()["product"]
+    moved = (2 * (m * k + k * n) + out * m * n) / bandwidth
+    least = math.inf
+    for (tile_m, tile_n), split in itertools.product(c["tiles"], c["splits"]):
+        waves = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) * split / sms)
+        steps_of_k = math.ceil(k / split)
+        # k0: what a tile begins and ends with, as steps of k. load: FLOPs' worth of each value that a step brings; a
+        # small tile brings more for each of its FLOPs.
+        flops = 2 * tile_m * tile_n * (steps_of_k + c["k0"]) + c["load"] * steps_of_k * (tile_m + tile_n)
+        # Parts of a split k are added up in memory, in float32.
+        parts = 2 * 4 * split * m * n / bandwidth if split > 1 else 0.0
+        least = min(least, waves * flops * per_flop + parts)
+    return 1e-6 * c["start_us"] + max(moved, least + c["memory"] * moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +98,7 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """FLOP/s of large products of bf16, without the start of a tile."""
+        """FLOP/s of large products of bf16, without the start of a tile and what it loads."""
         share = load()["product"]["share_of_peak"]
         if self.measured and self.measured.get("product_share"):
             share = self.measured["product_share"]
@@ -77,22 +107,56 @@ class Machine:
     def seconds(self, work: Work, *, float32: bool = False) -> float:
         """Seconds of a piece of work, all its repetitions."""
         slower = self.gpu.flops / self.gpu.flops_f32 if float32 else 1.0
+        if work.kind == "sum":
+            c = load()["sum"]
+            rate = c["share_of_copy"] * self.bandwidth
+            return work.count * (work.kernels * 1e-6 * c["us"] + work.bytes / rate)
+        if work.kind == "zeros":
+            rate = load()["zeros"]["share_of_copy"] * self.bandwidth
+            return work.count * (work.kernels * self.start + work.bytes / rate)
+        if work.kind == "gelu":
+            # Arithmetic goes with clock and multiprocessors, of which the peak is the measure.
+            ps = load()["gelu"]["ps_per_value"] * load()["product"]["peak"] / self.gpu.flops
+            seconds = max(work.bytes / self.bandwidth, 1e-12 * ps * work.values)
+            return work.count * (work.kernels * self.start + seconds)
         if work.kind == "memory":
-            return work.count * work.bytes / self.bandwidth
+            return work.count * (work.kernels * self.start + work.bytes / self.bandwidth)
         if work.kind == "attention":
-            share = load()["attention"]["backward" if work.stage == "dx" else "forward"]
-            return work.count * work.flops * slower / (share * self.gpu.flops)
-        return work.count * self.product(work.m, work.n, work.k, slower=slower)
+            c = load()["attention"]["backward" if work.stage == "dx" else "forward"]
+            # Exponentials are not the tensor cores' work, but go with clock and multiprocessors as they do.
+            faster = load()["product"]["peak"] / self.gpu.flops * slower
+            work_s = faster * 1e-12 * (c["ps_per_flop"] * work.flops + c["ps_per_pair"] * work.pairs)
+            return work.count * (self.start + 1e-6 * c["us"] + work_s)
+        return work.count * self.product(work.m, work.n, work.k, out=work.out, slower=slower)
 
-    def product(self, m: int, n: int, k: int, slower: float = 1.0) -> float:
-        """Seconds of [m, k] @ [k, n]."""
-        c = load()["product"]
-        rows, columns = c["tile"]
-        # cuBLAS lays its tiles either way.
-        tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in ((rows, columns), (columns, rows)))
-        waves = math.ceil(tiles / self.gpu.sms)
-        compute = waves * (k + c["k0"]) * 2 * rows * columns * self.gpu.sms / self.flops * slower
-        return max(compute, 2 * (m * k + k * n + m * n) / self.bandwidth)
+    @property
+    def start(self) -> float:
+        """Seconds from the end of one kernel's work to the start of the next one's."""
+        if self.measured and self.measured.get("start_us"):
+            return self.measured["start_us"] * 1e-6
+        return load()["start"]["us"] * 1e-6
+
+    @property
+    def beside(self) -> float:
+        """How much longer work beside a message over NVLink takes, as a share of the message's time."""
+        return load()["beside"]["longer"]
+
+    @property
+    def host(self) -> float:
+        """Seconds from arrays of the host to a program's start, and from its end to a result on the host."""
+        if self.measured and self.measured.get("host_us"):
+            return self.measured["host_us"] * 1e-6
+        return load()["start"]["host_us"] * 1e-6
+
+    def limit_of_power(self, flops: float, seconds: float) -> float:
+        """How many times as long products take in a program of so many FLOPs and seconds, for the clocks' sake."""
+        return limited(flops / (seconds * self.gpu.flops), load()["power"])
+
+    def product(self, m: int, n: int, k: int, *, out: int = 2, slower: float = 1.0) -> float:
+        """Seconds of [m, k] @ [k, n] in bfloat16 to values of `out` bytes."""
+        return self.start + _product(
+            m, n, k, out=out, per_flop=slower * self.gpu.sms / self.flops, bandwidth=self.bandwidth, sms=self.gpu.sms
+        )
 
     # Codecs
 

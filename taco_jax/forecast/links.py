@@ -31,6 +31,8 @@ PCIE_ENCODING = 128 / 130
 PCIE_PAYLOAD = 256 / (256 + 24)
 # Twice the nominal rate is where the range of link speeds ends that is searched for a break-even.
 MOST_GB_S = 4000.0
+# PCIe 5 with 16 lanes has 63, the NVLink of an A40 has 56 by its data sheet, and others 100 and more.
+LEAST_NVLINK_GB_S = 80.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Link:
         start = min(rate.us, load()["links"]["start_us"])
         return Rate(start + (rate.us - start) * hop_steps(ranks) / hop_steps(at), rate.gb_s).seconds(sent)
 
+    @property
+    def is_nvlink(self) -> bool:
+        """Returns whether it is NVLink, or was measured as fast as that."""
+        return self.kind == "nvlink" or self.kind == "measured" and self.gb_s(2) > LEAST_NVLINK_GB_S
+
     def gb_s(self, ranks: int) -> float:
         """The rate of its hops."""
         return _nearest(self.hop, ranks)[1].gb_s
@@ -104,6 +111,12 @@ class Link:
 
     def without_kernels(self) -> Link:
         return dataclasses.replace(self, kernel={})
+
+
+def exact_over_nvlink(ranks: int, nbytes: float) -> float:
+    """Seconds of an exact all-reduce over H200's NVLink."""
+    rates = {int(n): Rate(r["us"], r["gb_s"]) for n, r in load()["links"]["nvlink"]["exact"].items()}
+    return Link("nvlink", "nvlink", rates, {}).all_reduce(ranks, nbytes)
 
 
 def _nearest(by_ranks: dict[int, Any], ranks: int) -> tuple[int, Any]:

@@ -1,4 +1,5 @@
-"""A short measurement on this machine's devices: one product, one copy, one codec kernel, sums at two sizes.
+"""A short measurement on this machine's devices: one product, one copy, small kernels, one codec kernel, sums at two
+sizes.
 
 Sums: exact, the exchange of a compressed one and, where one kernel over NVLink can do it, that kernel with two codecs.
 
@@ -24,7 +25,7 @@ from taco_jax.forecast.constants import load
 
 CODEC = "int8h"
 KERNEL_CODECS = (CODEC, "int4h")
-REPEATS, CALLS, CHAIN = 5, 4, 4
+REPEATS, CALLS, CHAIN, SMALL = 5, 4, 4, 64
 # (product's side, values copied and encoded, values of the two sums): a GPU's caches hold none of them.
 SIZES = {"gpu": (8192, 1 << 26, (1 << 19, 1 << 25)), "cpu": (512, 1 << 18, (1 << 14, 1 << 18))}
 KEYS = ("hardware", "gpu", "ranks", "product_flops", "product_share", "copy_gb_s", "codec_share", "link", "what")
@@ -113,14 +114,15 @@ def run(devices: str | None = None) -> dict[str, Any]:
     side, values, sums = SIZES["cpu" if device.platform == "cpu" else "gpu"]
     flops, share = _product(device, side, hardware.find(device.device_kind))
     copy = _copy(device, values)
+    start, host = _start(device)
     codec = _codec(device, values)
     link = _link(found, sums) if len(found) > 1 else None
     return {
         "hardware": f"{len(found)} x {device.device_kind}, jax {jax.__version__}",
         "gpu": device.device_kind, "ranks": len(found), "product_flops": flops, "product_share": share,
-        "copy_gb_s": copy, "codec_share": codec / copy,
+        "copy_gb_s": copy, "start_us": start, "host_us": host, "codec_share": codec / copy,
         "link": link,
-        "what": [f"a product of {side:,} x {side:,}", "a copy", f"{CODEC}'s encoding"]
+        "what": [f"a product of {side:,} x {side:,}", "a copy", "small kernels", f"{CODEC}'s encoding"]
         + ([f"sums of {2 * sums[0]:,} and {2 * sums[1]:,} bytes"] if link else [])
         + (["the same in one kernel"] if link and link["kernel"] else []),
     }  # fmt: skip
@@ -153,7 +155,10 @@ def _product(device, side: int, gpu) -> tuple[float, float]:
     from taco_jax.forecast.links import given
 
     machine = Machine(gpu, given("1GB/s", 1.0, 0.0))
-    return flops, load()["product"]["share_of_peak"] * machine.product(side, side, side) / seconds
+    expected = machine.product(side, side, side)
+    # It was alone, at the clocks that nothing but multiplication leaves.
+    expected *= machine.limit_of_power(2 * side**3, expected)
+    return flops, load()["product"]["share_of_peak"] * expected / seconds
 
 
 def _copy(device, values: int) -> float:
@@ -163,6 +168,27 @@ def _copy(device, values: int) -> float:
 
     x = jax.device_put(jnp.ones(values, jnp.bfloat16), device)
     return 2 * x.nbytes / _seconds(jax.jit(jnp.copy), x) / 1e9
+
+
+def _start(device) -> tuple[float, float]:
+    """(microseconds from one small kernel to the next, from arrays of the host to a result there)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    x = jax.device_put(jnp.ones(1024, jnp.float32), device)
+
+    def in_order(x):
+        for _ in range(SMALL):
+            x = jax.lax.optimization_barrier(x * 1.0001 + 1.0)
+        return x
+
+    one = jax.jit(lambda x, n: x[0] + n)
+
+    def from_host(n):
+        return np.asarray(one(x, jax.device_put(n, device)))
+
+    return 1e6 * _seconds(jax.jit(in_order), x) / SMALL, 1e6 * _seconds(from_host, np.float32(1))
 
 
 def _codec(device, values: int) -> float:

@@ -1,8 +1,9 @@
 """The time of a training step, and the time to the first token, on a machine, in one way of sending.
 
-A backward message of a column-parallel layer needs nothing of the product that makes that layer's weight gradients:
-XLA sends it beside that product, and what the product takes longer costs nothing. Codec kernels, forward messages and
-sums in one kernel over NVLink are waited for. With chains one chain's messages go beside the others' work.
+A backward message of a column-parallel layer needs nothing of the products that make weight gradients, nor of sums for
+biases: XLA sends it beside these, and what they take longer costs nothing. The forward message of the attention goes
+beside casts of the mlp's weights. Codec kernels, other forward messages and sums in one kernel over NVLink are waited
+for. With chains one chain's messages go beside the others' work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from taco_jax.collectives.comm_log import share_sent
 from taco_jax.config import TrainConfig, microbatch, pipeline_schedule, remat, sequence_parallel, with_compression
 from taco_jax.config.checks import check
 from taco_jax.errors import ConfigError
-from taco_jax.forecast import messages, work
+from taco_jax.forecast import links, messages, work
 from taco_jax.forecast.cost import Machine, wire_bytes
 from taco_jax.forecast.messages import SiteMessage
 from taco_jax.forecast.work import Shard, Work
@@ -79,8 +80,8 @@ class Timer:
         self.machine, self.sizes, self.float32 = machine, sizes, float32
         self.min_bytes, self.nvlink, self.chains = min_bytes, nvlink, chains
         self.parts: dict[str, Part] = {}
-        self.beside: dict[str, float] = {}
-        self.sent = self.bf16 = 0.0
+        self.beside = {"forward": 0.0, "backward": 0.0}
+        self.sent = self.bf16 = self.flops = 0.0
         self.exactly: list[str] = []
 
     def part(self, site: str) -> Part:
@@ -90,12 +91,13 @@ class Timer:
         for item in items:
             seconds = self.machine.seconds(item, float32=self.float32) * times
             part = self.part(item.site)
-            if item.kind == "memory":
+            self.flops += times * (item.flops + 2.0 * item.count * item.m * item.n * item.k)
+            if item.kind not in ("product", "attention"):
                 part.memory += seconds
             else:
                 part.products += seconds
-            if item.kind == "product" and item.stage == "dw":
-                self.beside[item.site] = self.beside.get(item.site, 0.0) + seconds
+            if item.beside:
+                self.beside[item.beside] += seconds
 
     def messages(self, items: Sequence[SiteMessage]) -> None:
         """Adds messages; work must have been added before, for what goes on beside it."""
@@ -137,13 +139,25 @@ class Timer:
 
     def _send(self, part: Part, message: SiteMessage, seconds: float) -> None:
         total = message.calls * seconds
-        entering = message.direction == "backward" and message.site in (work.QKV, work.UP)
-        hidden = min(total, self.beside.get(message.site, 0.0)) if entering else 0.0
+        early = {"forward": (work.OUT,), "backward": (work.QKV, work.UP)}[message.direction]
+        # XLA puts as much beside a message as it would take over NVLink, whatever the link.
+        believed = message.calls * links.exact_over_nvlink(message.ranks, message.nbytes)
+        hidden = min(total, believed, self.beside[message.direction]) if message.site in early else 0.0
+        self.beside[message.direction] -= hidden
+        if self.machine.link.is_nvlink:
+            # NCCL takes multiprocessors and memory from what goes beside it.
+            total += self.machine.beside * hidden
         part.hidden += hidden
         part.messages += total - hidden
 
     def forecast(self, codecs: str, bubble: float = 0.0) -> Forecast:
-        """Returns what was added up."""
+        """Returns what was added up, at the clocks that so much multiplication leaves."""
+        seconds = bubble + sum(part.seconds for part in self.parts.values())
+        if not self.float32 and seconds:
+            slower = self.machine.limit_of_power(self.flops, seconds)
+            for part in self.parts.values():
+                part.products *= slower
+            bubble *= sum(part.seconds for part in self.parts.values()) / (seconds - bubble)
         exactly = tuple(dict.fromkeys(self.exactly))
         return Forecast(codecs, self.parts, bubble, sent=self.sent, bf16=self.bf16, exactly=exactly)
 
@@ -187,20 +201,24 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
 
     sequences = microbatch(config) // config.chains
     shape = {"fused_attention": fused, "size": size, "sp": sp}
-    layer = work.layer_forward(shard, sequences, length, **shape)
     mode, _ = remat(config)
+    in_ticks = schedule is not None and schedule.kind == "1f1b"
+    # 1F1B keeps nothing of a layer but its input, and runs it again with its gradients.
+    layer = work.layer_forward(shard, sequences, length, remat="inference" if in_ticks else mode, **shape)
     if mode != "none":
         again = work.layer_forward(shard, sequences, length, "again", sums=False, **shape)
         layer += again if mode == "full" else [w for w in again if w.kind != "product"]
-    if schedule is not None and schedule.kind == "1f1b":
-        layer += work.layer_forward(shard, sequences, length, "again", **shape)
-    layer += work.layer_backward(shard, sequences, length, **shape)
-    layer += work.layer_weights(shard, 2 if mode != "none" else 1, size)
+    if in_ticks:
+        layer += work.layer_forward(shard, sequences, length, remat=mode, **shape)
+    layer += work.layer_backward(shard, sequences, length, remat=mode, **shape)
+    # gpipe and circular write what the ticks keep in its place.
+    several = work.COPIED if in_ticks or config.accumulation > 1 else 1
+    layer += work.kept(shard, sequences * length, mode, several, size=size, sp=sp)
+    layer += work.layer_weights(shard, mode, size)
     layers = model.n_layers // mesh.pp
     microbatches = 1 if schedule is None else schedule.microbatches
     calls = layers * config.chains * microbatches * config.accumulation
     timer.work(layer, calls)
-    in_ticks = schedule is not None and schedule.kind == "1f1b"
     at_the_ends = microbatches if in_ticks else 1
     tokens = microbatch(config) * microbatches * length // at_the_ends
     shares = 1
@@ -255,12 +273,13 @@ def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, l
     timer = Timer(machine, {"dp": 1, "pp": 1, "tp": tp}, min_bytes=min_bytes)
     fused = fused_attention(machine, model, None, False)
     layer = work.layer_forward(shard, batch, length, fused_attention=fused)
-    # Kernels that are joined are read and written once more; caches are written.
-    layer.append(Work(work.UP, "forward", "memory", bytes=2 * 2 * shard.joined_weights))
+    # Caches are written.
     layer.append(Work(work.QKV, "forward", "memory", bytes=2 * 2 * 2 * batch * length * shard.kv))
+    layer += work.prompt_weights(shard)
     timer.work(layer, model.n_layers)
     timer.work(work.embed(shard, batch * length, gradients=False))
     timer.work([Work("head", "forward", "product", m=batch, n=shard.v, k=shard.d)])
+    timer.part("host").memory += machine.host
     if not free:
         timer.messages(messages.prompt(model, tp, batch, length, codec, feedback=feedback))
     return timer.forecast(codecs)

@@ -5,7 +5,9 @@ A list of `Work`: nothing is timed here. `site` is the site of the message that 
 
 What is counted is what `taco_jax.models` asks XLA for: one product for q, k, v and one for gate and up, whose kernels
 are joined while they are cast; the recomputation of remat without the products whose result a message has brought; a
-head in chunks, computed once. Bytes of memory are reads and writes of whole arrays; what XLA fuses counts once.
+head in chunks, computed once. Bytes of memory are reads and writes of whole arrays; what XLA fuses counts once. How
+often an array is read and written, and in how many kernels, was counted in XLA's optimised programs for Hopper: the
+tables below, one number for each kind of array. `tests/aot/test_traffic.py` counts again.
 
 Letters: T tokens, D model, Q and K widths of a rank's queries and keys, F its mlp width, V its vocabulary.
 """
@@ -23,7 +25,13 @@ F32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product [m, k] @ [k, n], `count` times; or flops of attention; or bytes of memory traffic."""
+    """A product [m, k] @ [k, n], `count` times; or attention; or bytes of memory traffic.
+
+    kind: product, attention, memory, sum, over an array's first dim, zeros, which are written, or gelu. out: bytes of a
+    product's values. flops, pairs: of attention, pairs being those of a query and a key. values: of an activation.
+    kernels: that move the bytes. beside: the direction of whose messages it is independent, so that XLA puts it beside
+    them.
+    """
 
     site: str
     stage: str
@@ -32,8 +40,13 @@ class Work:
     m: int = 0
     n: int = 0
     k: int = 0
+    out: int = 2
     flops: float = 0.0
+    pairs: float = 0.0
+    values: float = 0.0
     bytes: float = 0.0
+    kernels: float = 1.0
+    beside: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,29 +114,103 @@ class Shard:
 QKV, OUT, UP, DOWN = "layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down"
 
 
-def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward", *, fused_attention: bool = True,
-                  size: int = 2, sp: int = 1, sums: bool = True) -> list[Work]:  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How often one layer reads and writes arrays in a pass, 1 being a read or a write of an array in bfloat16.
+
+    stream: [T, D], cut over sequence parallelism. qkv: [T, Q + 2K]. heads: [T, Q]. mlp: [T, F]. up: what the mlp's
+    first product makes. kernels: that do so, small ones too.
+    """
+
+    stream: float
+    qkv: float
+    mlp: float
+    heads: float = 0.0
+    up: float = 0.0
+    kernels: float = 0.0
+
+    def plus(self, other: Passes) -> Passes:
+        return Passes(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(Passes)))
+
+    def bytes(self, s: Shard, tokens: int, size: int, sp: int) -> dict[str, float]:
+        """Bytes of arrays of the attention's width, and of others, of which half goes with each of the two norms."""
+        return {
+            QKV: size * tokens * (self.qkv * (s.q + 2 * s.kv) + self.heads * s.q + self.stream * s.d / sp / 2),
+            UP: size * tokens * (self.mlp * s.f + self.up * s.up + self.stream * s.d / sp / 2),
+        }
+
+
+# The first norm 2; residual sum and norm 3; residual sum 4, and a copy of it 2. Without gradients there is no copy, and
+# products add one of the sums.
+INFERENCE = Passes(8, 2, 0, kernels=19)
+FORWARD = Passes(11, 2, 0, kernels=17)
+# What gradients need goes into an array of all layers, by copies: of the stream twice; with remat=dots of products too.
+KEEPS = {"full": Passes(4, 0, 0, kernels=4), "dots": Passes(4, 2, 0, up=2, kernels=8)}
+# Without remat autodiff keeps what it will: normalised values in float32, and some of them twice.
+KEPT = {
+    "layernorm": Passes(49, 4, 2, heads=4, kernels=51),
+    "rmsnorm": Passes(33, 4, 2, heads=6, kernels=51),
+}
+AGAIN = {"layernorm": Passes(8, 2, 0, kernels=8), "rmsnorm": Passes(9, 2, 0, kernels=10)}
+# Gradients, without those of the mlp's activation, by remat or none; sums over all tokens are `sums`.
+# Those of q, k and v are joined for each of the two products that take them.
+BACKWARD = {
+    "layernorm": {False: Passes(16, 4, 0, kernels=38), True: Passes(28, 4, 2, heads=10, kernels=52)},
+    "rmsnorm": {False: Passes(12, 4, 0, kernels=45), True: Passes(24, 4, 2, heads=10, kernels=62)},
+}
+ROTATED_BACK = 2
+# The mlp's activation by pass. Gradients of gate and up: two kernels that move 3 and 4 widths; both are joined for each
+# of the two products that take them.
+MLP = {
+    True: {"forward": 3, "again": 3, "dx": 15, "kept": 13, "dx of kept": 17},
+    False: {"forward": 2, "again": 2, "dx": 5, "kept": 11, "dx of kept": 6},
+}
+GELU = 2  # of the mlp's forward passes in MLP, the activation's own: one more where it keeps what its gradient needs
+# Arrays of all layers, and of all ticks in stages, are zeroed before. With accumulation they are copied from zeros in
+# each microbatch.
+COPIED = 2
+ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 5, heads=2)}
+# Sequence parallelism turns what it gathers and scatters, of both directions.
+TURNED = 8
+
+
+def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward", *, remat: str = "inference",
+                  fused_attention: bool = True, size: int = 2, sp: int = 1,
+                  sums: bool = True) -> list[Work]:  # fmt: skip
     """One layer's forward pass; stage="again": its recomputation.
 
-    size: bytes of a value. sp: ranks over which the residual stream is cut. sums: its two last products are computed
-    (a recomputation has their sums).
+    remat: what it keeps, none, dots or full, or inference. size: bytes of a value. sp: ranks over which the residual
+    stream is cut. sums: its two last products are computed (a recomputation has their sums).
     """
     t = sequences * length
-    rows = t / sp
+    kept = remat == "none" and stage == "forward"
+    if stage == "again":
+        passes = AGAIN[s.model.norm]
+    elif remat == "inference":
+        passes = INFERENCE
+    else:
+        passes = KEPT[s.model.norm] if kept else FORWARD.plus(KEEPS[remat])
+    mlp = MLP[s.model.gated_mlp]["kept" if kept else stage]
+    gelu = 0 if s.model.gated_mlp else GELU + kept
+    passes = passes.plus(Passes(0, 0, mlp - gelu))
     product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
-    memory = lambda site, values: Work(site, stage, "memory", bytes=size * values)
-    # XLA ends a kernel with a reduction, and what follows reads again. Residual sum and mean square: reads x and what
-    # comes, writes x (a recomputation reads x); then the norm: reads x, writes its own.
-    of_norm = (5 if sums else 3) * rows * s.d
     work = [
-        memory(QKV, of_norm), product(QKV, s.q + 2 * s.kv, s.d),
-        memory(QKV, 2 * t * (s.q + 2 * s.kv)),  # cut apart, rotated, with its bias
-        *attention(s, sequences, length, stage, fused=fused_attention),
-        memory(UP, of_norm), product(UP, s.up, s.d), memory(UP, t * (s.up + s.f)),
+        product(QKV, s.q + 2 * s.kv, s.d), *attention(s, sequences, length, stage, fused=fused_attention),
+        product(UP, s.up, s.d), *_moved(s, t, passes, stage, size=size, sp=sp),
     ]  # fmt: skip
+    if gelu:
+        work.append(Work(UP, stage, "gelu", bytes=gelu * size * t * s.f, values=float(t) * s.f, kernels=0.0))
     if s.model.qk_norm:
-        work.append(memory(QKV, 2 * t * (s.q + s.kv)))
+        work.append(Work(QKV, stage, "memory", bytes=2 * size * t * (s.q + s.kv), kernels=2))
     return work + ([product(OUT, s.d, s.q), product(DOWN, s.d, s.f)] if sums else [])
+
+
+def _moved(s: Shard, tokens: int, passes: Passes, stage: str, *, size: int, sp: int) -> list[Work]:
+    turned = TURNED / 2 * size * tokens * s.d if sp > 1 else 0.0
+    return [
+        Work(site, stage, "memory", bytes=nbytes + turned, kernels=passes.kernels / 2)
+        for site, nbytes in passes.bytes(s, tokens, size, sp).items()
+    ]
 
 
 def attention(s: Shard, sequences: int, length: int, stage: str, *, fused: bool, tile: int = 128) -> list[Work]:
@@ -132,70 +219,114 @@ def attention(s: Shard, sequences: int, length: int, stage: str, *, fused: bool,
     backward = stage == "dx"
     heads, pairs = s.q // s.model.head_dim, float(length) * length
     if fused:
-        pairs = length * (length + min(tile, length)) / 2
-        flops = (5 if backward else 2) * 2 * pairs * s.model.head_dim * heads * sequences
-        return [Work(QKV, stage, "attention", flops=flops)]
-    flops = (4 if backward else 2) * 2 * pairs * s.model.head_dim * heads * sequences
+        pairs = length * (length + min(tile, length)) / 2 * heads * sequences
+        flops = (5 if backward else 2) * 2 * pairs * s.model.head_dim
+        return [Work(QKV, stage, "attention", flops=flops, pairs=pairs)]
+    pairs *= heads * sequences
+    flops = (4 if backward else 2) * 2 * pairs * s.model.head_dim
     passes = 10 if backward else 6
     return [
-        Work(QKV, stage, "attention", flops=flops),
-        Work(QKV, stage, "memory", bytes=passes * F32 * pairs * heads * sequences),
+        Work(QKV, stage, "attention", flops=flops, pairs=pairs),
+        Work(QKV, stage, "memory", bytes=passes * F32 * pairs, kernels=passes),
     ]
 
 
-def layer_backward(s: Shard, sequences: int, length: int, *, fused_attention: bool = True, size: int = 2,
-                   sp: int = 1) -> list[Work]:  # fmt: skip
+def layer_backward(s: Shard, sequences: int, length: int, *, remat: str = "full", fused_attention: bool = True,
+                   size: int = 2, sp: int = 1) -> list[Work]:  # fmt: skip
     """One layer's gradients; what is recomputed is not here."""
     t = sequences * length
-    rows = t / sp
+    qkv, kept = s.q + 2 * s.kv, remat == "none"
     dx = lambda site, n, k: Work(site, "dx", "product", m=t, n=n, k=k)
-    dw = lambda site, m, n: Work(site, "dw", "product", m=m, n=n, k=t)
-    memory = lambda site, values, stage="dx": Work(site, stage, "memory", bytes=size * values)
-    # A norm's gradient: a reduction reads x and the gradient, another kernel these and the stream's, and writes one;
-    # that of its scale reads two once more.
-    of_norm = 8 * rows * s.d
-    # Gradients of gate and up: two kernels that move 3 and 4 widths; both are joined for each of the two products that
-    # take them. (loop_multiply_fusion, loop_add_fusion and two wrapped_concatenate a layer in
-    # experiments/results/overlap_2gpus/trace.txt.)
-    of_act = t * (7 * s.f + 8 * s.f) if s.model.gated_mlp else t * 3 * s.f
-    bias = t * (s.q + 2 * s.kv) if s.model.qkv_bias else 0
+    dw = lambda site, m, n: Work(site, "dw", "product", m=m, n=n, k=t, beside="backward")
+    rotated = ROTATED_BACK if s.model.positions == "rope" else 0
+    of_mlp = MLP[s.model.gated_mlp]["dx of kept" if kept else "dx"]
+    passes = BACKWARD[s.model.norm][kept].plus(Passes(0, rotated, of_mlp))
     return [
-        dx(DOWN, s.f, s.d), dw(DOWN, s.f, s.d), memory(DOWN, of_act),
-        dx(UP, s.d, s.up), dw(UP, s.d, s.up), memory(UP, of_norm),
+        dx(DOWN, s.f, s.d), dw(DOWN, s.f, s.d), dx(UP, s.d, s.up), dw(UP, s.d, s.up),
         dx(OUT, s.q, s.d), dw(OUT, s.q, s.d),
         *attention(s, sequences, length, "dx", fused=fused_attention),
-        memory(QKV, 4 * t * (s.q + 2 * s.kv)), memory(QKV, bias),  # rotated back, joined
-        dx(QKV, s.d, s.q + 2 * s.kv), dw(QKV, s.d, s.q + 2 * s.kv), memory(QKV, of_norm),
+        dx(QKV, s.d, qkv), dw(QKV, s.d, qkv),
+        *_moved(s, t, passes, "dx", size=size, sp=sp), *_summed(s, t, size, sp),
     ]  # fmt: skip
 
 
-def layer_weights(s: Shard, passes: int, size: int = 2) -> list[Work]:
-    """Casts of a layer's float32 weights for each pass, and its gradients written where all layers' are."""
-    cast = passes * (F32 + size) * s.layer_weights
-    # The joined kernels' gradients are cut apart: read and written once more.
-    apart = 2 * F32 * s.joined_weights
-    return [Work(UP, "forward", "memory", bytes=cast), Work(UP, "dw", "memory", bytes=apart)]
+def _summed(s: Shard, tokens: int, size: int, sp: int) -> list[Work]:
+    """Sums over tokens: gradients of biases and, in kernels of their own, of a layer norm's scale and bias."""
+    found = []
+    if s.model.norm == "layernorm":
+        # Of each norm the products with normalised values, in float32, and the gradients.
+        found.append(Work(UP, "dx", "sum", bytes=2 * (F32 + size) * tokens / sp * s.d, kernels=4, beside="backward"))
+    biases = [(s.model.qkv_bias, s.q + 2 * s.kv, 3), (s.model.out_bias, s.d / sp, 1),
+              (s.model.mlp_bias, s.up + s.d / sp, 3 if s.model.gated_mlp else 2)]  # fmt: skip
+    return found + [
+        Work(UP, "dx", "sum", bytes=size * tokens * width, kernels=kernels, beside="backward")
+        for has, width, kernels in biases if has
+    ]  # fmt: skip
+
+
+def layer_weights(s: Shard, remat: str, size: int = 2) -> list[Work]:
+    """Casts of a layer's float32 weights, its kernels joined, and its gradients put where all layers' are."""
+    cast, joined = (F32 + size) * s.layer_weights, 2 * size * s.joined_weights
+    moved = cast + joined
+    if remat == "none":
+        # The cast weights of all layers are kept.
+        moved += cast + 2 * size * s.layer_weights
+    else:
+        # For the recomputation, and joined ones once more for gradients of what goes in.
+        moved += cast + (joined + (F32 + size) * s.joined_weights if remat == "full" else 0)
+    # A product's values are read and written once more, into zeros; joined kernels' are cut apart by that.
+    placed = (size + F32) * s.layer_weights
+    # Casts for the mlp need nothing of the attention.
+    early = (F32 + size) * (s.d * s.up + s.f * s.d)
+    return [
+        Work(UP, "forward", "memory", bytes=early, kernels=0.0, beside="forward"),
+        Work(UP, "forward", "memory", bytes=moved - early, kernels=0.0),
+        Work(UP, "dw", "memory", bytes=placed, kernels=0.0, beside="backward"),
+        Work(UP, "dw", "zeros", bytes=F32 * s.layer_weights, kernels=0.0),
+    ]
+
+
+def prompt_weights(s: Shard, size: int = 2) -> list[Work]:
+    """A layer's weights cut out of those of all layers; its kernels joined."""
+    return [Work(UP, "forward", "memory", bytes=2 * size * (s.layer_weights + s.joined_weights), kernels=0.0)]
+
+
+def kept(s: Shard, tokens: int, remat: str, passes: int = 1, *, size: int = 2, sp: int = 1) -> list[Work]:
+    """Zeros of all that a layer keeps; passes: 1, or COPIED from zeros in each microbatch."""
+    nbytes = sum(ZEROS[remat].bytes(s, tokens, size, sp).values())
+    if passes == 1:
+        return [Work(UP, "forward", "zeros", bytes=nbytes, kernels=0.0)]
+    return [Work(UP, "forward", "memory", bytes=passes * nbytes, kernels=0.0)]
 
 
 def head_loss(s: Shard, tokens: int, chunk: int | None = None, size: int = 2) -> list[Work]:
-    """Head, loss and their gradients, in chunks."""
+    """Head, loss and their gradients, in chunks; the last norm with its gradients."""
     chunks = math.ceil(tokens / (chunk or CHUNK))
     c = math.ceil(tokens / chunks)
     logits = float(c) * s.v
-    product = lambda stage, m, n, k: Work("head", stage, "product", chunks, m=m, n=n, k=k)
+    product = lambda stage, m, n, k, out=2: Work("head", stage, "product", chunks, m=m, n=n, k=k, out=out)
+    norm = (2 + BACKWARD[s.model.norm][False].stream / 2) * size * tokens * s.d
     return [
-        product("forward", c, s.v, s.d), product("dx", c, s.d, s.v), product("dw", s.d, s.v, c),
+        product("forward", c, s.v, s.d, out=F32), product("dx", c, s.d, s.v), product("dw", s.d, s.v, c, out=2 * F32),
         # Two reductions read the float32 logits, one pass more reads them and writes their gradients.
-        Work("head", "forward", "memory", chunks, bytes=logits * (3 * F32 + size)),
-        # Cast once; the float32 gradient is added up chunk by chunk.
-        Work("head", "dw", "memory", bytes=s.table * (F32 + size + 2 * F32 * chunks)),
+        Work("head", "forward", "memory", chunks, bytes=logits * (3 * F32 + size), kernels=13),
+        # Cast once; the float32 gradient is added up chunk by chunk, in the product.
+        Work("head", "dw", "memory", bytes=s.table * (F32 + size)),
+        Work("head", "dw", "zeros", bytes=s.table * F32),
+        # Of a tied table both gradients are added, one of them turned.
+        *([Work("head", "dw", "memory", bytes=5 * F32 * s.table, kernels=2)] if s.model.tied_head else []),
+        Work("head", "forward", "memory", bytes=norm, kernels=8),
     ]  # fmt: skip
 
 
 def embed(s: Shard, tokens: int, size: int = 2, *, gradients: bool = True) -> list[Work]:
     """Rows looked up; their gradients scattered into zeros."""
     forward = [Work("embed", "forward", "memory", bytes=2 * size * tokens * s.d)]
-    dw = [Work("embed", "dw", "memory", bytes=F32 * s.table + (size + 2 * F32) * tokens * s.d)]
+    # The scatter copies the zeros that it adds to.
+    dw = [
+        Work("embed", "dw", "zeros", bytes=F32 * s.table),
+        Work("embed", "dw", "memory", bytes=2 * F32 * s.table + (size + 2 * F32) * tokens * s.d),
+    ]
     return forward + (dw if gradients else [])
 
 
@@ -204,9 +335,11 @@ def optimizer(parameters: float, shares: int = 1) -> list[Work]:
 
     shares: ranks over which ZeRO-1 cuts it.
     """
-    return [Work("optimizer", "forward", "memory", bytes=parameters / shares * F32 * (7 + 1))]
+    # A kernel for each leaf of the tree and its norm, about 100 in all.
+    return [Work("optimizer", "forward", "memory", bytes=parameters / shares * F32 * (7 + 1), kernels=100)]
 
 
 def accumulate(parameters: float, times: int) -> list[Work]:
-    """Gradients of `times` microbatches added up: two read, one written."""
-    return [Work("optimizer", "dw", "memory", bytes=3 * F32 * parameters * times)] if times > 1 else []
+    """Gradients of `times` microbatches added up: two read, one written; a kernel for each array, others for zeros."""
+    moved = 3 * F32 * parameters * times
+    return [Work("optimizer", "dw", "memory", bytes=moved, kernels=50 * times)] if times > 1 else []
