@@ -16,7 +16,9 @@ perplexity  the plans on the held-out windows of bench_perplexity.py, paired wit
 confirm     the plans, and codecs everywhere, on held-out text that nothing was chosen on: the next --more windows of
             the same sources, a window of each other source (--only: plans; --schemes: those of bench_perplexity.py)
 quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
-training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept)
+training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept).
+            Other flags go to the trainer: --mesh.dp 1 --mesh.tp 2 --devices cpu:2 makes a run cheap
+join        the trainings of the folders --parts, which were made side by side, as those of OUT
 report      OUT/README.md of what is there
 
 Every part keeps its results in OUT/summary.json and writes the report. `--tokens` and `--length` make the sets smaller.
@@ -29,6 +31,7 @@ import dataclasses
 import json
 import lzma
 import math
+import pickle
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -90,10 +93,16 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
     sites = [f"layers/{row}" for row in ROWS]
     found, batches = [], []
     for part, labels in ((0, "model"), (1, "model"), (0, "text")):
+        path = None if args.measured is None else runs.folder("--measured", args.measured) / f"{labels}-{part}.pickle"
         ids = [checkpoint.tokenizer.encode(t)[: length + 1] for t in texts(args.corpus, SOURCES, part, 20 * length)]
         batches = [np.array([of]) for of in ids[: args.batches]]
+        if path is not None and path.is_file():
+            found.append(pickle.loads(path.read_bytes()))
+            continue
         options = {"sites": sites, "feedback": True, "gradients": False, "labels": labels, "exponent": 0, "say": print}
         found.append(run(model, batches, plans.CANDIDATES, **options))
+        if path is not None:
+            path.write_bytes(pickle.dumps(found[-1]))
     (first, loss), (second, _), (by_text, _) = found
     both = [plans.by_layer(statistics) for statistics in (first, second)]
     felt = {
@@ -113,6 +122,7 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         ):  # fmt: skip
             rise = [of.rises(fed, by)[:, at].mean() for (site, _), of in measured.items() if not (fed and site == last)]
             predicted.setdefault(name, {})[key] = math.expm1(sum(rise))
+    record = json.loads(RECORD.read_text())
     subject = Subject(
         model, "first_token", tuple(f"layers/{row}" for row in ROWS), checkpoint.tokenizer, feedback=True,
         by_layer=True, data="corpus", length=length, elements=length * config.d_model,
@@ -141,7 +151,7 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         "sensitivity": felt,
         "predicted": predicted,
         "plans": out,
-        "record": {name: json.loads(RECORD.read_text())[name]["change"] for name, _, _ in RECORDED},
+        "record": {name: record[name]["change"] for name in predicted if name in record},
     }
 
 
@@ -317,11 +327,24 @@ def training(args: argparse.Namespace, kept: dict) -> dict:
         for way, flags in ways.items():
             if way not in wanted or seed in results[way]:
                 continue
-            records = runs.make(QUICKSTART, args.out / f"{way}-{seed}.jsonl", [*flags, "--seed", seed], timeout=None)
+            own = [*flags, "--seed", seed, *args.flags]
+            records = runs.make(QUICKSTART, args.out / f"{way}-{seed}.jsonl", own, timeout=None)
             last = records[-1]
             ratio = last["comm_bytes_bf16"] / (last["comm_bytes"] or 1)
             results[way][seed] = {"loss": last["validation_loss"], "ratio": ratio}
             save(args, "training", results)
+    return results
+
+
+def join(args: argparse.Namespace, kept: dict) -> dict:
+    """The trainings of several folders. What comes later in --parts goes before what is there."""
+    results: dict[str, dict] = {way: dict(by_seed) for way, by_seed in kept.items()}
+    for folder in args.parts:
+        path = runs.file("--parts", folder / "summary.json", "name folders in which the part training has been run")
+        for way, by_seed in json.loads(path.read_text()).get("training", {}).items():
+            results.setdefault(way, {}).update(by_seed)
+    for way, by_seed in results.items():
+        results[way] = {seed: by_seed[seed] for seed in sorted(by_seed, key=int)}
     return results
 
 
@@ -375,9 +398,10 @@ def _of_model(summary: dict) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, predicted in measured["predicted"].items():
-        row = (*predicted.values(), measured["record"][name])
-        lines.append(f"| `{name}` | " + " | ".join(f"{value:+.2%}" for value in row) + " |")
-    names = list(measured["predicted"])
+        recorded = measured["record"].get(name)
+        row = [*(f"{value:+.2%}" for value in predicted.values()), "" if recorded is None else f"{recorded:+.2%}"]
+        lines.append(f"| `{name}` | " + " | ".join(row) + " |")
+    names = [name for name in measured["predicted"] if name in measured["record"]]
     recorded = np.array([measured["record"][n] for n in names])
     of = lambda key: np.array([measured["predicted"][n][key] for n in names])
     clear = recorded > 0.002  # above their own standard errors
@@ -461,6 +485,8 @@ def _of_training(summary: dict) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for way, by_seed in summary["training"].items():
+        if not by_seed:
+            continue
         losses = ", ".join(f"{seed}: {r['loss']:.4f}" for seed, r in by_seed.items())
         against = summary.get("compared", {}).get(way)
         cells = ["", ""] if against is None else [f"{against['difference']:+.3%}", f"{against['error']:.3%}"]
@@ -478,7 +504,7 @@ NEEDS = {"measure": ("model", "corpus"), "perplexity": ("model", "text"), "confi
 def main(arguments: Sequence[str]) -> int:
     parser = runs.parser(__doc__)
     add = parser.add_argument
-    add("part", choices=(*PARTS, "report"))
+    add("part", choices=(*PARTS, "join", "report"))
     add("--out", type=Path, required=True)
     add("--model", default=None)
     add("--corpus", type=Path, default=None, help="folder with NAME.train.txt.xz")
@@ -492,6 +518,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--tokens", type=int, default=8192, help="of a set of the quickstart")
     add("--context", type=int, default=1024)
     add("--sources", type=int, default=7)
+    add(
+        "--measured",
+        type=Path,
+        default=None,
+        help="of the part measure: folder for each set's result, read where it is",
+    )
     add("--more", type=int, default=2, help="of the part confirm: windows of each source")
     add("--only", default=None)
     add("--schemes", default="mixed_feedback,int4h_feedback", help="of the part confirm")
@@ -499,8 +531,15 @@ def main(arguments: Sequence[str]) -> int:
     add("--training-bits", type=float, default=5.0)
     add("--seeds", default="0,1,2")
     add("--ways", default="none,int6h,plan", help="of the part training")
+    add("--parts", type=Path, nargs="+", default=(), help="of the part join: folders of trainings")
     add("--commit", default=None, help="commit to name where there is no git")
-    args = parser.parse_args(arguments)
+    args, args.flags = parser.parse_known_args(arguments)
+    rule = "the part training alone hands flags on to the trainer"
+    runs.require(args.part == "training" or not args.flags, "flags", " ".join(args.flags), rule)
+    if args.part == "training":
+        args.flags += [] if args.devices is None else ["--devices", args.devices]
+        own = dict.fromkeys(("compression", "data-parallel.gradients"), "each way has its own")
+        runs.experiment(QUICKSTART, args.flags, own | {"seed": "the seeds are those of --seeds"})
     runs.folder("--out", args.out)
     for key in ("tp", "length", "batches", "tokens", "context", "sources", "more", "steps"):
         runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
@@ -510,6 +549,9 @@ def main(arguments: Sequence[str]) -> int:
     summary = json.loads(path.read_text()) if path.is_file() else {}
     if args.part == "report":
         report(args, summary)
+        return 0
+    if args.part == "join":
+        save(args, "training", join(args, summary.get("training", {})))
         return 0
     if args.part != "training":
         devices = args.devices or ("cpu:8" if args.part == "quickstart" else f"cpu:{args.tp}")

@@ -69,6 +69,7 @@ def test_the_report(study, tmp_path, capsys):
         name: {"element": 0.01 * i, "token": 0.02, "text": 0.02} for i, (name, *_) in enumerate(study.RECORDED, 1)
     }
     record = {name: 0.011 * i for i, (name, *_) in enumerate(study.RECORDED, 1)}
+    del record["int8h_feedback"]  # it has not been measured
     scored = {"tokens": 7168, "ratio": 3.5, "perplexity": 32.0, "change": 0.007, "error": 0.002, "agreement": 0.94}
     measured = {"tokens": 9, "rank_correlation": 0.99, "rank_correlation_with_feedback": 0.98, "predicted": predicted,
                 "record": record, "plans": {"bits_4_57": {"predicted": 0.008}}}  # fmt: skip
@@ -88,10 +89,39 @@ def test_the_report(study, tmp_path, capsys):
     text = (tmp_path / "README.md").read_text()
     assert "| `bits_4_57` | 7168 | 3.50 | +0.80% | 32.00 | +0.70% | 0.20% | 94.0% |" in text
     assert "| `bits_4_57` | 7 `others` | 7168 | 3.50 | 31.50 | 32.00 | +0.70% | 0.20% | 0.30% | 94.0% |" in text
+    assert "| `int8h_feedback` | +2.00% | +2.00% | +2.00% |  |" in text
     assert "by element 1.000 and 1.10, by token" in text and "| embed | int6h:none |" in text
     assert (
         "| plan | 3.20 | 0: 2.0020 | +0.100% | nan% |" in text
         and "| `int8h` | +1.00% | +2.00% | +2.00% | +1.10% |" in text
+    )
+
+
+def test_trainings_side_by_side_are_joined(study, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def make(config, kept, flags, timeout):
+        asked.append(flags)
+        loss = 2.0 + 0.1 * int(flags[flags.index("--seed") + 1]) + 0.01 * ("int6h" not in flags)
+        return [{"validation_loss": loss, "comm_bytes": 1, "comm_bytes_bf16": 3}]
+
+    monkeypatch.setattr(study.runs, "make", make)
+    monkeypatch.setattr(study.runs, "hardware", lambda: "a test")
+    for part, seeds in (("b", "2,0"), ("a", "1")):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "plan_quickstart.json").write_text("{}")
+        arguments = ["training", "--out", str(tmp_path / part), "--seeds", seeds, "--ways", "int6h,plan"]
+        assert cli.run(study.main, [*arguments, "--mesh.dp", "1", "--mesh.tp", "2", "--devices", "cpu:2"]) == 0
+    assert len(asked) == 6 and all(flags[-6:-2] == ["--mesh.dp", "1", "--mesh.tp", "2"] for flags in asked)
+    arguments = ["join", "--parts", str(tmp_path / "b"), str(tmp_path / "a"), "--out", str(tmp_path / "out")]
+    assert cli.run(study.main, [*arguments, "--commit", "abc"]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["training"]["plan"]) == ["0", "1", "2"] and summary["compared"]["plan"]["seeds"] == 3
+    found = [0.01 / loss for loss in (2.0, 2.1, 2.2)]
+    assert summary["compared"]["plan"]["difference"] == pytest.approx(np.mean(found))
+    assert (
+        "| plan | 3.00 | 0: 2.0100, 1: 2.1100, 2: 2.2100 | +0.477% | 0.013% |"
+        in (tmp_path / "out" / "README.md").read_text()
     )
 
 
@@ -102,6 +132,13 @@ def test_the_report(study, tmp_path, capsys):
         (["perplexity", "--model", "m.gguf"], "--text=None: the part perplexity needs it"),
         (["confirm", "--model", "m.gguf"], "--text=None: the part confirm needs it"),
         (["confirm", "--more", "0"], "--more=0: must be above 0"),
+        (["measure", "--steps", "2", "--mesh.tp", "2"], "flags=--mesh.tp 2: the part training alone hands flags on to"),
+        (["training", "--mesh.tpp", "2"], "unknown option --mesh.tpp; did you mean --mesh.tp?"),
+        (
+            ["training", "--compression", "int4h"],
+            "--compression int4h: no flag for a study's runs: each way has its own",
+        ),
+        (["join", "--parts", "nowhere"], "--parts=nowhere/summary.json: no such file; name folders in which the part"),
         (["measure", "--length", "0"], "--length=0: must be above 0"),
         (["training"], "plan_quickstart.json: no such file; run the part quickstart first"),
     ],
