@@ -100,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--codecs", default="none,int8h,int6h,int4h", help="of the weights; none is needed")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--every", type=int, default=10, help="keep the metrics of every so many steps")
+    parser.add_argument("--report", action="store_true", help="write the report of what OUT has; train nothing")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     parser.add_argument("--timeout", type=float, default=None, help="seconds for each run; default: no limit")
     args, flags = parser.parse_known_args(arguments)
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     failures = 0
     for seed in seeds:
         for codec in codecs:
-            if (codec, seed) not in found:
+            if (codec, seed) not in found and not args.report:
                 own = [*SETTINGS, "--data-parallel.parameters", codec, "--seed", seed, "--checkpoint.no-enabled"]
                 try:
                     path = kept[codec, seed]

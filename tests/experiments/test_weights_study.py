@@ -58,6 +58,8 @@ def test_seeds_are_paired_and_runs_kept(study, trained, tmp_path, capsys):
     assert "| `int8h` | 8.125 | 100 | 3.0070 | +0.20% | 0.10% | yes | 0: 2.0020, 1: 4.0120 |" in text
     assert "| `int4h` | 4.125 | 100 | 4.2000 | +5.00% |  | no | 1: 4.2000 |" in text
     asked.clear()
+    assert cli.run(study.main, [*arguments, "--report"]) == 0 and not asked
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
     losses["int4h", "0"] = 2.001
     assert cli.run(study.main, arguments) == 0 and [run for run, _ in asked] == [("int4h", "0")]
 
