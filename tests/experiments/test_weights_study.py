@@ -1,4 +1,4 @@
-"""The study of compressed weights: its flags, its arithmetic, its report."""
+"""The study of compressed weights: its flags, its arithmetic, its report, and how the record takes it."""
 
 import importlib
 import json
@@ -62,6 +62,17 @@ def test_seeds_are_paired_and_runs_kept(study, trained, tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     losses["int4h", "0"] = 2.001
     assert cli.run(study.main, arguments) == 0 and [run for run, _ in asked] == [("int4h", "0")]
+
+
+def test_the_record_takes_the_codecs_of_weights(study, tmp_path, monkeypatch):
+    fit = importlib.import_module("fit_forecast")
+    row = {"change": 0.001, "error": 0.0005, "runs": 3, "steps": 340}
+    monkeypatch.setattr(fit, "RESULTS", tmp_path)
+    assert fit.weights() == {}
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "summary.json").write_text(json.dumps({"none": row, "int8h": row}))
+    source = "weights: 2.5M parameters, dp 4 with ZeRO-1, all else exact, 340 steps"
+    assert fit.weights() == {"int8h": {"change": 0.001, "error": 0.0005, "runs": 3, "source": source}}
 
 
 @pytest.mark.parametrize(
