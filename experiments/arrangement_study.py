@@ -221,11 +221,12 @@ def report(out: Path, summary: dict, args) -> None:
         "are over tokens, paired."
     )
     exact = summary["exact"]
+    moves = "; in other orders the logarithm of a token's probability moves by at most "
+    moves = f"{moves}{exact['largest_difference']:.1e}" if exact["largest_difference"] else ""
     lines = [*runs.header("Orders of the residual channels, and what compressed sums lose", args.commit), about, ""]
     lines += [f"* {name}: {what}." for name, what in ORDERS.items() if what]
     lines += [
-        "", f"Exact sums: perplexity {exact['perplexity']:.3f}; in other orders the logarithm of a token's probability "
-        f"moves by at most {exact['largest_difference']:.1e}.", "", *table(summary["codecs"]),
+        "", f"Exact sums: perplexity {exact['perplexity']:.3f}{moves}.", "", *table(summary["codecs"]),
         "", "![perplexity by order](arrangement.png)",
         "", "Predicted cost of all orders, by block size:",
         "", f"| block | {' | '.join(ORDERS)} |", "|---" * (1 + len(ORDERS)) + "|",
@@ -338,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             order = found[name]
             folded = fold(params, order, checkpoint.config)
-            if name == "learned" and codec == next(iter(codecs)):
+            if name in ("learned", "plan") and codec == next(iter(codecs)):
                 moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
             score, kl = own if name == "stored" else program(folded, order)
             against, divergence = score.against(own.score), paired(kl, own.kl)
