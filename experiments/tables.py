@@ -282,7 +282,7 @@ def recommended(figures: Figures) -> Iterable[Row]:
         row = figures.recommended()[use]
         (names, share), found = _takes(row), row["record"]
         if found is None:
-            yield words, names, f"{1 / share:.2f}", "no run", ""
+            yield words, names, f"{1 / share:.2f}", "no row counts", ""
             continue
         pairs = f", {found['runs']} pairs" if found["runs"] > 1 else ""
         change = f"{100 * found['change']:+.2f} % (standard error {100 * found['error']:.2f} %{pairs})"
