@@ -26,6 +26,7 @@ import runs
 
 from taco_jax.calibration import arrangement
 from taco_jax.codec import as_codec
+from taco_jax.compression import plan_file
 from taco_jax.compression.compression import Compression
 from taco_jax.config import ConfigError, cli
 from taco_jax.models.arrangement import fold
@@ -46,6 +47,7 @@ ORDERS = {
     "clustered": "channels of more than three times the median's mean square first, the others as stored",
     "spread": "dealt out to the blocks in turn, the largest first: one large channel in each",
     "learned": "made for the least predicted cost, by exchanges of two channels (`arrangement.learn`)",
+    "plan": "as `calibrate --arrange` wrote it into the plan of --plan: made for blocks of 32 and 128 alike",
 }
 HEAD = (
     "| codec | order | predicted cost | SNR (dB) attn/out | mlp/down | perplexity | standard error "
@@ -81,8 +83,10 @@ def spread(sites: arrangement.Sites, block: int) -> np.ndarray:
     return np.concatenate(dealt)
 
 
-def orders(sites: arrangement.Sites, block: int, fed: bool, seed: int) -> dict[str, np.ndarray]:
-    """Returns the orders of ORDERS for codecs of these blocks, with or without error feedback."""
+def orders(
+    sites: arrangement.Sites, block: int, fed: bool, seed: int, plan: Sequence[int] | None = None
+) -> dict[str, np.ndarray]:
+    """Returns the orders of ORDERS for codecs of these blocks, with or without error feedback; `plan` is given."""
     pairs = sites.pairs_fed if fed else sites.pairs
     d_model = len(pairs)
     drawn = [name for name in ORDERS if name.startswith("random")]
@@ -92,6 +96,8 @@ def orders(sites: arrangement.Sites, block: int, fed: bool, seed: int) -> dict[s
         "clustered": clustered(sites),
         "spread": spread(sites, block),
     }
+    if plan is not None:
+        found["plan"] = np.asarray(plan)
     ends = [arrangement.learn(pairs, block, found[start]) for start in ("stored", "sorted")]
     return found | {"learned": min(ends, key=lambda order: arrangement.cost(order, pairs, block))}
 
@@ -215,15 +221,17 @@ def report(out: Path, summary: dict, args) -> None:
         "are over tokens, paired."
     )
     exact = summary["exact"]
+    moves = "; in other orders the logarithm of a token's probability moves by at most "
+    moves = f"{moves}{exact['largest_difference']:.1e}" if exact["largest_difference"] else ""
     lines = [*runs.header("Orders of the residual channels, and what compressed sums lose", args.commit), about, ""]
     lines += [f"* {name}: {what}." for name, what in ORDERS.items() if what]
     lines += [
-        "", f"Exact sums: perplexity {exact['perplexity']:.3f}; in other orders the logarithm of a token's probability "
-        f"moves by at most {exact['largest_difference']:.1e}.", "", *table(summary["codecs"]),
+        "", f"Exact sums: perplexity {exact['perplexity']:.3f}{moves}.", "", *table(summary["codecs"]),
         "", "![perplexity by order](arrangement.png)",
         "", "Predicted cost of all orders, by block size:",
         "", f"| block | {' | '.join(ORDERS)} |", "|---" * (1 + len(ORDERS)) + "|",
-        *(f"| {block.replace(FEEDBACK, ', with feedback')} | {' | '.join(f'{costs[o]:.2f}' for o in ORDERS)} |"
+        *(" | ".join([f"| {block.replace(FEEDBACK, ', with feedback')}",
+                      *(f"{costs[order]:.2f}" if order in costs else "" for order in ORDERS)]) + " |"
           for block, costs in summary["predicted"].items()),
     ]  # fmt: skip
     (out / "README.md").write_text("\n".join(lines) + "\n")
@@ -264,6 +272,13 @@ def learned_sites(path: Path | None, *model_and_tokens: Any) -> arrangement.Site
     return sites
 
 
+def arranged(path: Path) -> plan_file.PlanFile:
+    """Returns a plan that has an order. Raises ConfigError where it has none."""
+    plan = plan_file.read(runs.file("--plan", path, "a plan that calibrate --arrange wrote"))
+    runs.require(plan.arrangement is not None, "--plan", path, "has no arrangement; write it with calibrate --arrange")
+    return plan
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = runs.parser(__doc__)
     parser.add_argument("--model", required=True)
@@ -272,6 +287,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), help="beside stored")
+    parser.add_argument("--plan", type=Path, default=None, help="a plan with an arrangement: one more order, `plan`")
     parser.add_argument("--tp", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--sources", type=int, default=7)
@@ -289,7 +305,10 @@ def main(arguments: Sequence[str]) -> int:
     for order in args.orders:
         runs.choices("--orders", order, ORDERS)
     codecs = {name: parts(name) for name in args.codecs}
+    planned = None if args.plan is None else arranged(args.plan)
     checkpoint, mesh = bench_perplexity.opened(args)
+    if planned is not None:
+        planned.check_model(plan_file.shape_of(checkpoint.config))
     from taco_jax.inference.loading import load_params
     from taco_jax.inference.settings import Settings
 
@@ -307,20 +326,20 @@ def main(arguments: Sequence[str]) -> int:
     base, moved = exact(params, stored).score, [summary.get("exact", {}).get("largest_difference", 0.0)]
     for codec, (text, fed) in codecs.items():
         block = as_codec(text).block
-        found = orders(sites, block, fed, args.seed)
+        found = orders(sites, block, fed, args.seed, planned and planned.arrangement["order"])
         pairs = sites.pairs_fed if fed else sites.pairs
         costs = {name: arrangement.cost(order, pairs, block) for name, order in found.items()}
-        costs = {name: costs[name] / costs["stored"] for name in ORDERS}
+        costs = {name: costs[name] / costs["stored"] for name in ORDERS if name in costs}
         summary.setdefault("predicted", {})[f"{block}{FEEDBACK * fed}"] = costs
         program = windows.program(Settings(args.tp, Compression(text, min_bytes=0, error_feedback=fed), {}, "float32"))
         results = summary["codecs"].setdefault(codec, {})
         own = program(params, stored)
         for name in ORDERS:
-            if name != "stored" and name not in args.orders:
+            if name not in found or (name != "stored" and name not in args.orders):
                 continue
             order = found[name]
             folded = fold(params, order, checkpoint.config)
-            if name == "learned" and codec == next(iter(codecs)):
+            if name in ("learned", "plan") and codec == next(iter(codecs)):
                 moved.append(float(np.abs(exact(folded, order).score.nll - base.nll).max()))
             score, kl = own if name == "stored" else program(folded, order)
             against, divergence = score.against(own.score), paired(kl, own.kl)

@@ -64,16 +64,22 @@ HEAD = (
 )
 
 
-def windows(path: Path, sources: int, context: int, encode) -> list[int]:
-    """Token ids: `context` of each source, one after the other, and one more to predict."""
+def held_out(path: Path) -> dict[str, str]:
+    """Returns {source: its held-out text}, the longest first."""
     texts: dict[str, str] = {}
     with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             piece = json.loads(line)
             texts[piece["src"]] = texts.get(piece["src"], "") + piece["text"] + "\n\n"
-    longest = sorted(texts, key=lambda source: -len(texts[source]))[:sources]
-    ids = [encode(texts[source][: 20 * context]) for source in sorted(longest)]
-    short = [source for source, of in zip(sorted(longest), ids) if len(of) < context]
+    return {source: texts[source] for source in sorted(texts, key=lambda source: -len(texts[source]))}
+
+
+def windows(path: Path, sources: int, context: int, encode) -> list[int]:
+    """Token ids: `context` of each source, one after the other, and one more to predict."""
+    texts = held_out(path)
+    longest = sorted(list(texts)[:sources])
+    ids = [encode(texts[source][: 20 * context]) for source in longest]
+    short = [source for source, of in zip(longest, ids) if len(of) < context]
     runs.require(not short, "--sources", sources, f"{', '.join(short)} has fewer than {context} tokens; take fewer")
     return [token for of in ids for token in of[:context]] + ids[0][:1]
 

@@ -2,6 +2,7 @@
 
     python experiments/calibration_study.py measure --model SmolLM2-135M-Instruct.Q4_1.gguf --corpus corpus --out OUT
     python experiments/calibration_study.py perplexity --model ... --text corpus/val.jsonl.xz --out OUT
+    python experiments/calibration_study.py confirm --model ... --text corpus/val.jsonl.xz --out OUT
     python experiments/calibration_study.py quickstart --out OUT
     python experiments/calibration_study.py training --out OUT
     python experiments/calibration_study.py report --out OUT
@@ -12,9 +13,12 @@ measure     a pretrained model at tp 3 on two sets of training texts (of each so
             has measured
 perplexity  the plans on the held-out windows of bench_perplexity.py, paired with the exact model token by token, with
             error feedback (--only names plans; what OUT has is kept)
+confirm     the plans, and codecs everywhere, on held-out text that nothing was chosen on: the next --more windows of
+            the same sources, a window of each other source (--only: plans; --schemes: those of bench_perplexity.py)
 quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
-training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept);
-            other flags go to the trainer, such as --mesh.dp 1 --mesh.tp 2 --devices gpu
+training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept).
+            Other flags go to the trainer: --mesh.dp 1 --mesh.tp 2 --devices gpu takes two GPUs
+join        the trainings of the folders --parts, which were made side by side, as those of OUT
 report      OUT/README.md of what is there
 
 Every part keeps its results in OUT/summary.json and writes the report. `--tokens` and `--length` make the sets smaller.
@@ -23,9 +27,11 @@ Every part keeps its results in OUT/summary.json and writes the report. `--token
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import lzma
 import math
+import pickle
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +40,7 @@ from typing import Any
 
 import numpy as np
 import runs
-from bench_perplexity import windows
+from bench_perplexity import SCHEMES, held_out, windows
 
 from taco_jax.compression import plan_file
 from taco_jax.config import ConfigError, cli
@@ -88,10 +94,16 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
     sites = [f"layers/{row}" for row in ROWS]
     found, batches = [], []
     for part, labels in ((0, "model"), (1, "model"), (0, "text")):
+        path = None if args.measured is None else runs.folder("--measured", args.measured) / f"{labels}-{part}.pickle"
         ids = [checkpoint.tokenizer.encode(t)[: length + 1] for t in texts(args.corpus, SOURCES, part, 20 * length)]
         batches = [np.array([of]) for of in ids[: args.batches]]
+        if path is not None and path.is_file():
+            found.append(pickle.loads(path.read_bytes()))
+            continue
         options = {"sites": sites, "feedback": True, "gradients": False, "labels": labels, "exponent": 0, "say": print}
         found.append(run(model, batches, plans.CANDIDATES, **options))
+        if path is not None:
+            path.write_bytes(pickle.dumps(found[-1]))
     (first, loss), (second, _), (by_text, _) = found
     both = [plans.by_layer(statistics) for statistics in (first, second)]
     felt = {
@@ -111,6 +123,7 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         ):  # fmt: skip
             rise = [of.rises(fed, by)[:, at].mean() for (site, _), of in measured.items() if not (fed and site == last)]
             predicted.setdefault(name, {})[key] = math.expm1(sum(rise))
+    record = json.loads(RECORD.read_text())
     subject = Subject(
         model, "first_token", tuple(f"layers/{row}" for row in ROWS), checkpoint.tokenizer, feedback=True,
         by_layer=True, data="corpus", length=length, elements=length * config.d_model,
@@ -139,7 +152,7 @@ def measure(args: argparse.Namespace, kept: dict) -> dict:
         "sensitivity": felt,
         "predicted": predicted,
         "plans": out,
-        "record": {name: json.loads(RECORD.read_text())[name]["change"] for name, _, _ in RECORDED},
+        "record": {name: record[name]["change"] for name in predicted if name in record},
     }
 
 
@@ -171,6 +184,88 @@ def perplexity(args: argparse.Namespace, kept: dict) -> dict:
         print(line(name, results[name]), flush=True)
         save(args, "perplexity", results)
     return results
+
+
+def other_windows(path: Path, sources: int, more: int, context: int, encode: Callable) -> dict[str, list[list[int]]]:
+    """Returns windows of held-out text that `windows` does not have: `next`, the following ones of each of its sources,
+    and `others`, the first of each other source that has one."""
+    texts = held_out(path)
+    longest, others = list(texts)[:sources], list(texts)[sources:]
+    found: dict[str, list[list[int]]] = {"next": [], "others": []}
+    for source in sorted(longest):
+        ids = encode(texts[source][: 20 * context * (1 + more)])
+        rule = f"{source} has fewer than {1 + more} windows of {context} tokens; take fewer"
+        runs.require(len(ids) >= context * (1 + more), "--more", more, rule)
+        found["next"] += [ids[context * i : context * (i + 1)] for i in range(1, 1 + more)]
+    for source in sorted(others):
+        ids = encode(texts[source][: 20 * context])
+        if len(ids) >= context:
+            found["others"].append(ids[:context])
+    return found
+
+
+def by_window(score: Any, exact: Any, count: int) -> np.ndarray:
+    """Returns how much the loss of each of `count` windows rises against the exact model's, nats."""
+    return (score.nll.astype(np.float64) - exact.nll).reshape(count, -1).mean(1)
+
+
+def rise(windows: Sequence[float]) -> dict[str, float]:
+    """Returns the change of the perplexity over windows, and its standard error with windows as what is drawn: an error
+    reaches the tokens behind it, so that tokens are not independent."""
+    of = np.asarray(windows, float)
+    error = float(of.std(ddof=1) / math.sqrt(of.size)) if of.size > 1 else math.nan
+    return {"change": math.expm1(of.mean()), "error_of_windows": error}
+
+
+def confirm(args: argparse.Namespace, kept: dict) -> dict:
+    """The plans and schemes on windows that neither they nor the method were chosen on."""
+    from taco_jax.compression.compression import Compression
+    from taco_jax.inference.loading import load_params, open_checkpoint
+    from taco_jax.inference.perplexity import Evaluation
+    from taco_jax.inference.settings import Planned, Settings
+
+    found = sorted(path.stem.removeprefix("plan_") for path in args.out.glob("plan_*.json"))
+    found = [name for name in found if name != "quickstart"]
+    plans = found if args.only is None else runs.choices("--only", args.only, found)
+    schemes = runs.choices("--schemes", args.schemes, SCHEMES) if args.schemes else []
+    checkpoint, mesh = open_checkpoint(args.model), make_mesh(tp=args.tp)
+    sets = other_windows(args.text, args.sources, args.more, args.context, checkpoint.tokenizer.encode)
+    every = [window for of in sets.values() for window in of]
+    ids = [token for window in every for token in window] + every[0][:1]
+    evaluation = Evaluation(checkpoint.config, mesh, load_params(checkpoint, mesh, "float32"), ids, args.context)
+    exact = evaluation.score(Settings(args.tp, dtype="float32"))
+    print(f"exact: loss {exact.loss:.4f}", flush=True)
+    results = dict(kept)
+    for name in [*plans, *schemes]:
+        if name in results:
+            continue
+        if name in plans:
+            planned = Planned(plan_file.read(args.out / f"plan_{name}.json"), Compression("none", min_bytes=0))
+            settings = Settings(args.tp, planned, {}, "float32")
+        else:
+            codec, plan, fed = SCHEMES[name]
+            settings = Settings(args.tp, Compression(codec, min_bytes=0, error_feedback=fed), plan, "float32")
+        score = evaluation.score(settings)
+        results[name] = {"ratio": score.bf16 / score.sent} | parted(score, exact, sets, args.context)
+        print(name, {of: {k: round(v, 5) for k, v in r.items() if k != "windows"}
+                     for of, r in results[name].items() if of != "ratio"}, flush=True)  # fmt: skip
+        save(args, "confirm", results)
+    return results
+
+
+def parted(score: Any, exact: Any, sets: dict[str, list], context: int) -> dict[str, dict]:
+    """Returns {set: what a plan costs on its windows}."""
+    out, start = {}, 0
+    for name, of in sets.items():
+        tokens = slice(start * context, (start + len(of)) * context)
+        own, base = (dataclasses.replace(s, nll=s.nll[tokens], best=s.best[tokens]) for s in (score, exact))
+        rises = by_window(own, base, len(of))
+        out[name] = own.against(base) | rise(rises) | {
+            "tokens": len(of) * context, "perplexity": own.perplexity, "exact": base.perplexity,
+            "windows": [round(float(value), 6) for value in rises],
+        }  # fmt: skip
+        start += len(of)
+    return out
 
 
 def quickstart(args: argparse.Namespace, kept: dict) -> dict:
@@ -227,15 +322,14 @@ def training(args: argparse.Namespace, kept: dict) -> dict:
     if "plan" in wanted:
         runs.file("--out", path, "run the part quickstart first")
     seeds = runs.numbers("--seeds", args.seeds, 0)
+    results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
     configs = {way: check(cli.parse(["--config", QUICKSTART, *ways[way], *args.flags])) for way in wanted}
     first = next(iter(configs.values()))
     cli.select_devices(first.devices, deterministic=first.deterministic)
     cli.devices(first.devices)
     import in_turn  # it makes no devices, but what it imports may
 
-    mesh = make_mesh(first.mesh.dp, first.mesh.pp, first.mesh.tp)
-    programs = in_turn.Programs(mesh, configs.__getitem__)
-    results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
+    programs = in_turn.Programs(make_mesh(first.mesh.dp, first.mesh.pp, first.mesh.tp), configs.__getitem__)
     try:
         for seed in map(str, seeds):
             for way in configs:
@@ -250,6 +344,18 @@ def training(args: argparse.Namespace, kept: dict) -> dict:
                 save(args, "training", results)
     finally:
         programs.close()
+    return results
+
+
+def join(args: argparse.Namespace, kept: dict) -> dict:
+    """The trainings of several folders. What comes later in --parts goes before what is there."""
+    results: dict[str, dict] = {way: dict(by_seed) for way, by_seed in kept.items()}
+    for folder in args.parts:
+        path = runs.file("--parts", folder / "summary.json", "name folders in which the part training has been run")
+        for way, by_seed in json.loads(path.read_text()).get("training", {}).items():
+            results.setdefault(way, {}).update(by_seed)
+    for way, by_seed in results.items():
+        results[way] = {seed: by_seed[seed] for seed in sorted(by_seed, key=int)}
     return results
 
 
@@ -280,8 +386,8 @@ def save(args: argparse.Namespace, part: str, result: dict) -> None:
 
 def report(args: argparse.Namespace, summary: dict[str, Any]) -> None:
     lines = runs.header("Plans from data: what calibration predicts, and what its plans cost", args.commit)
-    for part, write in (("measure", _of_model), ("perplexity", _of_plans), ("quickstart", _of_quickstart),
-                        ("training", _of_training)):  # fmt: skip
+    for part, write in (("measure", _of_model), ("perplexity", _of_plans), ("confirm", _confirmed),
+                        ("quickstart", _of_quickstart), ("training", _of_training)):  # fmt: skip
         if part in summary:
             lines += [*write(summary), ""]
     (args.out / "README.md").write_text("\n".join(lines))
@@ -303,9 +409,10 @@ def _of_model(summary: dict) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, predicted in measured["predicted"].items():
-        row = (*predicted.values(), measured["record"][name])
-        lines.append(f"| `{name}` | " + " | ".join(f"{value:+.2%}" for value in row) + " |")
-    names = list(measured["predicted"])
+        recorded = measured["record"].get(name)
+        row = [*(f"{value:+.2%}" for value in predicted.values()), "" if recorded is None else f"{recorded:+.2%}"]
+        lines.append(f"| `{name}` | " + " | ".join(row) + " |")
+    names = [name for name in measured["predicted"] if name in measured["record"]]
     recorded = np.array([measured["record"][n] for n in names])
     of = lambda key: np.array([measured["predicted"][n][key] for n in names])
     clear = recorded > 0.002  # above their own standard errors
@@ -341,6 +448,31 @@ def _of_plans(summary: dict) -> list[str]:
     return lines
 
 
+def _confirmed(summary: dict) -> list[str]:
+    lines = [
+        "## The same plans on other held-out text",
+        "",
+        "Windows on which neither the plans nor the method were chosen. `next`: those that follow in the same sources. "
+        "`others`: one window of each source that the first table does not have. Standard errors: over tokens, as "
+        "there, and over windows, since an error reaches the tokens behind it.",
+        "",
+        "| plan or codec | windows | tokens | times fewer bytes | exact | perplexity | change | error, tokens | "
+        "error, windows | same token |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, of in summary["confirm"].items():
+        for windows_of, r in of.items():
+            if windows_of == "ratio":
+                continue
+            cells = [
+                f"`{name}`", f"{len(r['windows'])} `{windows_of}`", str(r["tokens"]), f"{of['ratio']:.2f}",
+                f"{r['exact']:.2f}", f"{r['perplexity']:.2f}", f"{r['change']:+.2%}", f"{r['error']:.2%}",
+                f"{r['error_of_windows']:.2%}", f"{r['agreement']:.1%}",
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def _of_quickstart(summary: dict) -> list[str]:
     q = summary["quickstart"]
     lines = [
@@ -364,6 +496,8 @@ def _of_training(summary: dict) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for way, by_seed in summary["training"].items():
+        if not by_seed:
+            continue
         losses = ", ".join(f"{seed}: {r['loss']:.4f}" for seed, r in by_seed.items())
         against = summary.get("compared", {}).get(way)
         cells = ["", ""] if against is None else [f"{against['difference']:+.3%}", f"{against['error']:.3%}"]
@@ -373,15 +507,15 @@ def _of_training(summary: dict) -> list[str]:
 
 
 PARTS: dict[str, Callable] = {
-    "measure": measure, "perplexity": perplexity, "quickstart": quickstart, "training": training,
+    "measure": measure, "perplexity": perplexity, "confirm": confirm, "quickstart": quickstart, "training": training,
 }  # fmt: skip
-NEEDS = {"measure": ("model", "corpus"), "perplexity": ("model", "text")}
+NEEDS = {"measure": ("model", "corpus"), "perplexity": ("model", "text"), "confirm": ("model", "text")}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = runs.parser(__doc__)
     add = parser.add_argument
-    add("part", choices=(*PARTS, "report"))
+    add("part", choices=(*PARTS, "join", "report"))
     add("--out", type=Path, required=True)
     add("--model", default=None)
     add("--corpus", type=Path, default=None, help="folder with NAME.train.txt.xz")
@@ -395,18 +529,30 @@ def main(arguments: Sequence[str]) -> int:
     add("--tokens", type=int, default=8192, help="of a set of the quickstart")
     add("--context", type=int, default=1024)
     add("--sources", type=int, default=7)
+    add(
+        "--measured",
+        type=Path,
+        default=None,
+        help="of the part measure: folder for each set's result, read where it is",
+    )
+    add("--more", type=int, default=2, help="of the part confirm: windows of each source")
     add("--only", default=None)
+    add("--schemes", default="mixed_feedback,int4h_feedback", help="of the part confirm")
     add("--calibrate-after", type=int, default=100, metavar="STEPS")
     add("--training-bits", type=float, default=5.0)
     add("--seeds", default="0,1,2")
     add("--ways", default="none,int6h,plan", help="of the part training")
+    add("--parts", type=Path, nargs="+", default=(), help="of the part join: folders of trainings")
     add("--commit", default=None, help="commit to name where there is no git")
     args, args.flags = parser.parse_known_args(arguments)
-    runs.require(
-        args.part == "training" or not args.flags, "flags", " ".join(args.flags), "only training takes the trainer's"
-    )
+    rule = "the part training alone hands flags on to the trainer"
+    runs.require(args.part == "training" or not args.flags, "flags", " ".join(args.flags), rule)
+    if args.part == "training":
+        args.flags += [] if args.devices is None else ["--devices", args.devices]
+        own = dict.fromkeys(("compression", "data-parallel.gradients"), "each way has its own")
+        runs.experiment(QUICKSTART, args.flags, own | {"seed": "the seeds are those of --seeds"})
     runs.folder("--out", args.out)
-    for key in ("tp", "length", "batches", "tokens", "context", "sources", "calibrate_after"):
+    for key in ("tp", "length", "batches", "tokens", "context", "sources", "more", "calibrate_after"):
         runs.require(getattr(args, key) > 0, f"--{key}", getattr(args, key), "must be above 0")
     for key in NEEDS.get(args.part, ()):
         runs.require(getattr(args, key) is not None, f"--{key}", None, f"the part {args.part} needs it")
@@ -414,6 +560,9 @@ def main(arguments: Sequence[str]) -> int:
     summary = json.loads(path.read_text()) if path.is_file() else {}
     if args.part == "report":
         report(args, summary)
+        return 0
+    if args.part == "join":
+        save(args, "training", join(args, summary.get("training", {})))
         return 0
     if args.part != "training":
         devices = args.devices or ("cpu:8" if args.part == "quickstart" else f"cpu:{args.tp}")

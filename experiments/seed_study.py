@@ -1,6 +1,6 @@
 """Does compression change the loss? One experiment with several codecs, each with the same seeds.
 
-    python experiments/seed_study.py --config experiments/quickstart.py --codecs none,taco --seeds 0,1,2 \
+    python experiments/seed_study.py --config experiments/quickstart.py --codecs none,int8h --seeds 0,1,2 \
         --out experiments/results/quickstart
 
 Runs the trainer once per seed and codec ("forward:backward" names a pair), in its own process; other flags go to the
@@ -129,7 +129,7 @@ def report(out: Path, title: str, ran: dict[str, dict[str, list[dict]]], named_c
 
 
 def draw(out: Path, codecs: list[str], seed: str) -> None:
-    """The loss curves of one seed on one picture."""
+    """Draws the loss curves of one seed; no throughput, since runs of a study may have the machine to share."""
     from taco_jax.train import plot
 
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def draw(out: Path, codecs: list[str], seed: str) -> None:
             folders.append(Path(folder) / codec.replace(":", "-"))
             folders[-1].mkdir()
             shutil.copy(out / f"{codec.replace(':', '-')}-{seed}.jsonl", folders[-1] / "metrics.jsonl")
-        plot.draw(folders, out / "loss.png")
+        plot.draw(folders, out / "loss.png", throughput=False)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python experiments/tables.py --check     exit code 1 if a page would change, and its name
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of `TABLES` below. A figure of
-the text has its source behind it: `1.94<!-- quickstart: taco.ratio -->` is rounded to the decimals that it shows, and
+the text has its source behind it: `1.94<!-- quickstart: int8h.ratio -->` is rounded to the decimals that it shows, and
 `0.4 %<!-- ... -->` shows a fraction as percent. Needs the standard library alone.
 """
 
@@ -314,7 +314,7 @@ def recommended(figures: Figures) -> Iterable[Row]:
         row = figures.recommended()[use]
         (names, share), found = _takes(row), row["record"]
         if found is None:
-            yield words, names, f"{1 / share:.2f}", "no run", ""
+            yield words, names, f"{1 / share:.2f}", "no row counts", ""
             continue
         pairs = f", {found['runs']} pairs" if found["runs"] > 1 else ""
         change = f"{100 * found['change']:+.2f} % (standard error {100 * found['error']:.2f} %{pairs})"

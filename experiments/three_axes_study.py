@@ -5,8 +5,9 @@
 Trains experiments/three_axes.py (dp 2, pp 2, tp 2) once for each seed and variant, in a process of its own; other flags
 go to the trainer of every run. Runs that OUT/summary.json has are kept, so a study can be continued or extended.
 
-variant     exact: nothing compressed. compressed: tp in taco, stages in int8_token forward and e4m3h backward,
-            gradients over dp in int8h. tah4: as compressed, activations between stages in 3 or 4 bits. All with ZeRO-1
+variant     exact: nothing compressed. compressed: tp in int8h, stages in int8_token forward and e4m3h backward,
+            gradients over dp in int8h. taco: as compressed, tp in taco. tah4: as compressed, activations between stages
+            in 3 or 4 bits. All with ZeRO-1
 criterion   as in seed_study.py: paired by seed, mean difference to `exact` within 0.5 %, or means within one standard
             deviation of its losses
 output      OUT/summary.json (every run and the comparison), OUT/README.md (hardware, commit, command, table),
@@ -32,8 +33,9 @@ BASE = "exact"
 # (tp both ways, stages forward, stages backward, gradients over dp)
 VARIANTS = {
     BASE: ("none", "none", "none", "none"),
-    "compressed": ("taco", "int8_token", "e4m3h", "int8h"),
-    "tah4": ("taco", "tah4", "e4m3h", "int8h"),
+    "compressed": ("int8h", "int8_token", "e4m3h", "int8h"),
+    "taco": ("taco", "int8_token", "e4m3h", "int8h"),
+    "tah4": ("int8h", "tah4", "e4m3h", "int8h"),
 }
 # Flags of the trainer that the study sets itself, beside runs.NOT_HANDED_ON.
 OWN = {

@@ -43,21 +43,26 @@ def labels(runs: Sequence[str | Path]) -> list[str]:
     return ["/".join(p[-n:]) for p in parts]
 
 
-def draw(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Draws `runs` into the picture `out` (its suffix says the format) and returns its path."""
+def draw(runs: Sequence[str | Path], out: str | Path, *, throughput: bool = True) -> Path:
+    """Draws `runs` into the picture `out` (its suffix says the format) and returns its path.
+
+    throughput: with the right panel, which says something where all runs had the machine alike.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     loaded = [load(run) for run in runs]
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12 if throughput else 7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, speed = figure.subplots(1, 2)
+    loss, *others = figure.subplots(1, 1 + throughput, squeeze=False)[0]
+    speed = others[0] if others else None
     for i, (records, label) in enumerate(zip(loaded, labels(runs), strict=True)):
         _draw_run(loss, speed, records, label, COLOURS[i % len(COLOURS)])
     loss.set(xlabel="step", ylabel="loss (nats per token)", title="loss; dots: validation")
-    speed.set(xlabel="step", ylabel="tokens per second", title="throughput")
-    speed.set_ylim(bottom=0)
-    for axes in (loss, speed):
+    if speed is not None:
+        speed.set(xlabel="step", ylabel="tokens per second", title="throughput")
+        speed.set_ylim(bottom=0)
+    for axes in (loss, *others):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
@@ -82,7 +87,8 @@ def _draw_run(loss, speed, records: list[dict[str, Any]], label: str, colour: st
     else:
         loss.plot(steps, values, color=colour, label=label)
     loss.plot(*_series(records, "validation_loss"), "o", color=colour, markeredgecolor="white", markersize=6)
-    speed.plot(*_series(records, "tokens_per_second"), color=colour, label=label, linewidth=1)
+    if speed is not None:
+        speed.plot(*_series(records, "tokens_per_second"), color=colour, label=label, linewidth=1)
 
 
 def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -143,11 +143,12 @@ def test_a_run_names_its_codecs():
         pipeline=PipelineConfig(forward="auto", backward="auto"),
         data_parallel=DataParallelConfig("auto", zero1=True, parameters="auto"),
     )
-    assert named(check(asked)) == auto
+    asked_auto = (*auto[:2], ("int8h", USES["weights"][0]))
+    assert named(check(asked)) == asked_auto
     # None is exact where tp is; auto is not.
     exact = CompressionConfig("none", "none")
     assert named(check(TrainConfig(compression=exact))) == (("none",) * 2,) * 3
-    assert named(check(dataclasses.replace(asked, compression=exact)))[1:] == auto[1:]
+    assert named(check(dataclasses.replace(asked, compression=exact)))[1:] == asked_auto[1:]
     assert named(check(with_compression(TrainConfig(), "auto:int4h")))[0] == ("int8h", "int4h")
     plan = {"head": "auto", "embed": "int6h:auto", "layers/*": "int4h"}
     resolved = check(TrainConfig(compression=CompressionConfig(plan=plan)))

@@ -26,6 +26,16 @@ def test_simple_orders(study):
     ]  # fmt: skip
 
 
+def test_the_order_of_a_plan_is_one_of_the_orders(study):
+    drawn = np.random.default_rng(0)
+    pairs, squares = drawn.random((32, 32)), drawn.random((4, 32))
+    sites = arrangement.Sites(squares, squares, squares, pairs, pairs, *[None] * 3)
+    given = drawn.permutation(32)
+    found = study.orders(sites, 16, True, 0, given)
+    assert list(found["plan"]) == list(given) and "plan" not in study.orders(sites, 16, True, 0)
+    assert set(found) == set(study.ORDERS)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -33,9 +43,12 @@ def test_simple_orders(study):
         (["--orders", "sort"], "--orders='sort': did you mean"),
         (["--learn", "nowhere.txt"], "--learn=nowhere.txt: no such file; a text to learn the orders from"),
         (["--learn-context", "0"], "--learn-context=0: must be above 0"),
+        (["--plan", "nowhere.json"], "--plan=nowhere.json: no such file; a plan that calibrate --arrange wrote"),
+        (["--plan", "experiments/results/calibration/plan_bits_4_12.json"], "has no arrangement; write it with"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(study, arguments, message, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(study, arguments, message, tmp_path, capsys, repository, monkeypatch):
+    monkeypatch.chdir(repository)
     (tmp_path / "text").write_text("text")
     own = ["--model", "m", "--text", "t", "--learn", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
     assert cli.run(study.main, [*own, *arguments]) == 2

@@ -6,6 +6,7 @@ PROBE = ("tests/calibration/test_probe.py",)
 PLANS = ("tests/calibration/test_plans.py",)
 FILE = ("tests/compression/test_plan_file.py",)
 COMMAND = ("tests/calibration/test_calibrate.py",)
+STUDY = ("tests/experiments/test_calibration_study.py",)
 MUTANTS = (
     Mutant(
         "calibration-fed",
@@ -150,5 +151,29 @@ MUTANTS = (
         "share += same | crossing | crossing.T",
         "share += same",
         ("tests/calibration/test_arrangement.py -k places",),
+    ),
+    Mutant(
+        "confirm-windows",
+        "a plan is confirmed on the windows that it was chosen on",
+        "experiments/calibration_study.py",
+        "for i in range(1, 1 + more)]",
+        "for i in range(more)]",
+        (f"{STUDY[0]} -k chosen",),
+    ),
+    Mutant(
+        "confirm-sets",
+        "every set of windows has the losses of the first one",
+        "experiments/calibration_study.py",
+        "        start += len(of)\n",
+        "        start += 0\n",
+        (f"{STUDY[0]} -k paired_window",),
+    ),
+    Mutant(
+        "weights-unpaired",
+        "runs with coded weights are compared with one exact run in the place of that of their seed",
+        "experiments/weights_study.py",
+        "loss / exact[seed] - 1",
+        "loss / exact[min(exact)] - 1",
+        ("tests/experiments/test_weights_study.py -k paired",),
     ),
 )

@@ -178,7 +178,7 @@ def change(root, folder, key, value):
     [
         ("qwen7b_tp4_kernels", "host.taco.speedup", "README.md", "| 1.52x |", "| 1.81x |"),
         ("perplexity_smollm2", "int4h.change", "docs/inference.md", "| 30.6 % |", "| 181.0 % |"),
-        ("quickstart", "taco.ratio", "docs/benchmarks.md", "`taco` sends 1.94<", "`taco` sends 1.81<"),
+        ("quickstart", "int8h.ratio", "docs/benchmarks.md", "takes, sends 1.94<", "takes, sends 1.81<"),
         ("perplexity_smollm2", "mxint8.change", "docs/inference.md", "0.4 %<!--", "181.0 %<!--"),  # its decimals stay
     ],
 )
@@ -223,8 +223,8 @@ def test_a_table_changed_by_hand_is_noticed(copy, tables, capsys):
         ),
         ("<!-- table: headline -->\n", "table 'headline': lacks its end"),
         ("<!-- table: headline -->\n<!-- table: step-7b -->\n<!-- end of table -->", "table 'headline': lacks its end"),
-        ("1.0<!-- quickstart: taco.rate -->", "quickstart: 'taco.rate' has no 'rate'; there is "),
-        ("1.0<!-- quickstart: taco -->", "quickstart: 'taco' is a dict; a figure is a number"),
+        ("1.0<!-- quickstart: int8h.rate -->", "quickstart: 'int8h.rate' has no 'rate'; there is "),
+        ("1.0<!-- quickstart: int8h -->", "quickstart: 'int8h' is a dict; a figure is a number"),
         ("1.0<!-- quick: taco.ratio -->", "summary.json: cannot be read as results (FileNotFoundError)"),
     ],
 )

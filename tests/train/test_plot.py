@@ -25,6 +25,14 @@ def test_draws_runs(tmp_path, run_python):
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 
+def test_the_loss_alone_is_a_narrower_picture(tmp_path):
+    folder = run(tmp_path / "a", [5.0, 4.0])
+    width = lambda path: int.from_bytes(path.read_bytes()[16:20], "big")  # of PNG's IHDR
+    both = plot.draw([folder], tmp_path / "both.png")
+    alone = plot.draw([folder], tmp_path / "alone.png", throughput=False)
+    assert (width(both), width(alone)) == (12 * 120, 7 * 120)
+
+
 def test_series_leave_gaps_out(tmp_path):
     records = plot.load(run(tmp_path / "a", [5, None, 4], validation_loss=3))
     assert plot._series(records, "loss") == ([1, 3], [5, 4])
