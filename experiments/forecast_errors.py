@@ -24,7 +24,15 @@ from pathlib import Path
 import runs
 
 from taco_jax.codec import as_codec
-from taco_jax.config import CompressionConfig, DataParallelConfig, MeshConfig, PipelineConfig, TrainConfig, cli
+from taco_jax.config import (
+    CompressionConfig,
+    DataParallelConfig,
+    MeshConfig,
+    PipelineConfig,
+    PipelineConfig,
+    TrainConfig,
+    cli,
+)
 from taco_jax.config.flags import load
 from taco_jax.forecast import constants, hardware, links, messages, predict
 from taco_jax.forecast.cost import Machine
@@ -165,6 +173,16 @@ def small() -> Iterator[Row]:
     config = experiment("gpt2_124m", mesh=MeshConfig(tp=2), accumulation=1, global_batch=16)
     yield from steps("GPT-2 124M, 16 sequences, tp 2, nvlink, 2 x H200", config, machine("H200", "nvlink", 2),
                      {"int4h:int8h": summary("guard_cost")["plain_step_ms"]}, "guard_cost", group)  # fmt: skip
+    for mode in ("dots", "none"):
+        for way, row in summary("stages_2gpus")[f"stages, remat {mode}"].items():
+            alone = way == "one device"
+            pipeline = PipelineConfig(schedule="gpipe" if alone else way, microbatches=1 if alone else 8,
+                                      chunks=2 if way == "circular" else 1)  # fmt: skip
+            config = experiment("gpt2_350m", mesh=MeshConfig(pp=1 if alone else 2), accumulation=8 if alone else 1,
+                                global_batch=32, remat=mode, pipeline=pipeline)  # fmt: skip
+            what = f"GPT-2 350M, {'1' if alone else f'{way}, nvlink, 2'} x H200, remat {mode}"
+            yield from steps(what, config, machine("H200", "nvlink", 1 if alone else 2), {"none": row["ms"]},
+                             "stages_2gpus", group)  # fmt: skip
 
 
 def published() -> list[dict]:

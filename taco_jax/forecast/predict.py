@@ -84,6 +84,11 @@ class Timer:
         self.sent = self.bf16 = self.flops = 0.0
         self.exactly: list[str] = []
 
+    def empty(self) -> Timer:
+        """Returns a timer of the same machine that has added up nothing."""
+        options = {"float32": self.float32, "min_bytes": self.min_bytes, "nvlink": self.nvlink, "chains": self.chains}
+        return Timer(self.machine, self.sizes, **options)
+
     def part(self, site: str) -> Part:
         return self.parts.setdefault(site, Part())
 
@@ -204,7 +209,8 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     mode, _ = remat(config)
     in_ticks = schedule is not None and schedule.kind == "1f1b"
     # 1F1B keeps nothing of a layer but its input, and runs it again with its gradients.
-    layer = work.layer_forward(shard, sequences, length, remat="inference" if in_ticks else mode, **shape)
+    first_pass = work.layer_forward(shard, sequences, length, remat="inference" if in_ticks else mode, **shape)
+    layer = list(first_pass)
     if mode != "none":
         again = work.layer_forward(shard, sequences, length, "again", sums=False, **shape)
         layer += again if mode == "full" else [w for w in again if w.kind != "product"]
@@ -228,29 +234,61 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     timer.work(work.embed(shard, tokens, size), at_the_ends * config.accumulation)
     parameters = shard.parameters(layers)
     # Before the optimizer: its memory traffic is in no tick.
+    sent = [] if free else messages.training(config)
     if not free:
-        timer.messages(messages.training(config))
+        timer.messages(sent)
         timer.chained()
-    bubble = _bubble(timer, schedule)
+    bubble = _bubble(timer, schedule, _forward_pass(timer, first_pass, calls, sent) if in_ticks else 0.0)
     zero1 = mesh.dp if config.data_parallel.zero1 else 1
     timer.work(work.optimizer(parameters, zero1) + work.accumulate(parameters, config.accumulation))
     return timer.forecast(name, bubble)
 
 
-def _bubble(timer: Timer, schedule) -> float:
-    """Seconds of empty ticks. Messages of layers are counted in all ticks of GPipe: those of empty ones go here."""
+def _forward_pass(timer: Timer, layer: Sequence[Work], calls: int, sent: Sequence[SiteMessage]) -> float:
+    """Seconds of the first of 1F1B's two forward passes, its messages with it."""
+    alone = timer.empty()
+    alone.work(layer, calls)
+    # The table counts forward messages of layers twice.
+    mine = (m for m in sent if m.direction == "forward" and m.site.startswith(LAYERS))
+    alone.messages([dataclasses.replace(m, calls=m.calls / 2) for m in mine])
+    return sum(part.seconds for part in alone.parts.values())
+
+
+def _bubble(timer: Timer, schedule, forward: float = 0.0) -> float:
+    """Seconds of empty ticks. Messages of layers are counted in all ticks of GPipe: those of empty ones go here.
+
+    forward: seconds of the forward passes of 1F1B's layers, of all microbatches.
+    """
     if schedule is None:
         return 0.0
-    explicit, real = schedule.kind == "1f1b", schedule.microbatches * schedule.chunks
-    more = schedule.forward_ticks / real
-    ends = ("head", "embed", "head/softmax") if explicit else ()
-    in_ticks = [part for site, part in timer.parts.items() if site.startswith((LAYERS, "pp/act")) or site in ends]
-    if not explicit:
-        for site, part in timer.parts.items():
-            if site.startswith((LAYERS, "pp/act")):
-                for field in ("messages", "codec", "hidden"):
-                    setattr(part, field, getattr(part, field) / more)
+    if schedule.kind == "1f1b":
+        return _bubble_of_1f1b(timer, schedule, forward)
+    more = schedule.forward_ticks / (schedule.microbatches * schedule.chunks)
+    in_ticks = [part for site, part in timer.parts.items() if site.startswith((LAYERS, "pp/act"))]
+    for part in in_ticks:
+        for field in ("messages", "codec", "hidden"):
+            setattr(part, field, getattr(part, field) / more)
     return (more - 1) * sum(part.seconds for part in in_ticks)
+
+
+def _bubble_of_1f1b(timer: Timer, schedule, forward: float) -> float:
+    """Seconds of empty ticks, after the last stage's head and loss are put beside the other stages' forward passes.
+
+    With F of a forward pass, B of a backward pass (its recomputation in it) and H of the head, S stages and m >= 2
+    microbatches: S - 1 ticks take F, one B + H, m - 2 B + max(F, H), one B + H, and S - 1 take B. Of m (F + B) that
+    leaves (S - 1) (F + B) - 2 F empty, and the head is seen 2 H + (m - 2) max(0, H - F).
+    """
+    m, stages = schedule.microbatches, schedule.stages
+    ends = [part for site, part in timer.parts.items() if site in ("head", "head/softmax")]
+    layers = sum(part.seconds for site, part in timer.parts.items() if site.startswith((LAYERS, "pp/act", "embed")))
+    head = sum(part.seconds for part in ends)
+    if head:
+        seen = (min(m, 2) * head + max(m - 2, 0) * max(0.0, head - forward)) / (m * head)
+        for part in ends:
+            part.hidden += (1 - seen) * part.seconds
+            for field in ("products", "memory", "codec", "messages"):
+                setattr(part, field, seen * getattr(part, field))
+    return ((stages - 1) * layers - min(m, 2) * forward) / m
 
 
 def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, length: int, batch: int = 1,

@@ -169,17 +169,50 @@ def test_small_messages_go_exactly():
     assert predict.step(every, machine(), "int8h").exactly == ()
 
 
-def test_empty_ticks_are_the_schedules_share():
-    from taco_jax.config import PipelineConfig, pipeline_schedule
+def in_stages(kind, *, stages=4, microbatches=8):
+    from taco_jax.config import PipelineConfig
 
-    for kind in ("gpipe", "1f1b"):
-        config = dataclasses.replace(
-            SEVEN, mesh=MeshConfig(pp=4, tp=2), pipeline=PipelineConfig(schedule=kind, microbatches=8), remat="none"
-        )
-        found = predict.step(config, machine(devices=8), "none")
-        ends = () if kind == "gpipe" else ("head", "head/softmax", "embed")
-        in_ticks = sum(p.seconds for s, p in found.sites.items() if s.startswith(("layers/", "pp/act")) or s in ends)
-        assert found.bubble / (found.bubble + in_ticks) == pytest.approx(pipeline_schedule(config).bubble), kind
+    pipeline = PipelineConfig(schedule=kind, microbatches=microbatches)
+    return dataclasses.replace(SEVEN, mesh=MeshConfig(pp=stages, tp=2), pipeline=pipeline, remat="none")
+
+
+def test_empty_ticks_are_the_schedules_share():
+    from taco_jax.config import pipeline_schedule
+
+    config = in_stages("gpipe")
+    found = predict.step(config, machine(devices=8), "none")
+    in_ticks = sum(p.seconds for s, p in found.sites.items() if s.startswith(("layers/", "pp/act")))
+    assert found.bubble / (found.bubble + in_ticks) == pytest.approx(pipeline_schedule(config).bubble)
+
+
+@pytest.mark.parametrize("stages,microbatches", [(2, 8), (4, 8), (4, 2), (4, 1)])
+def test_ticks_of_1f1b_one_by_one(stages, microbatches, monkeypatch):
+    """The sum over ticks of the longest of what the stages do, the last one its head in the place of a forward pass."""
+    kept = {}
+    own = predict._bubble_of_1f1b
+
+    def bubble(timer, schedule, forward):
+        seconds = lambda *names: sum(p.seconds for s, p in timer.parts.items() if s.startswith(names))
+        kept.update(forward=forward, layers=seconds("layers/", "pp/act", "embed"), head=seconds("head"))
+        return own(timer, schedule, forward)
+
+    monkeypatch.setattr(predict, "_bubble_of_1f1b", bubble)
+    # Without the limit of power, which scales all of it.
+    monkeypatch.setattr(Machine, "limit_of_power", lambda self, flops, seconds: 1.0)
+    found = predict.step(in_stages("1f1b", stages=stages, microbatches=microbatches), machine(devices=8), "none")
+    f, both, head = (kept[name] / microbatches for name in ("forward", "layers", "head"))
+    back, total = both - f, 0.0
+    assert 0 < head and 2 * f < both
+    for tick in range(microbatches + 2 * (stages - 1)):
+        does = []
+        for stage in range(stages):
+            forward, backward = tick - stage, tick - 2 * (stages - 1) + stage
+            last = stage == stages - 1
+            own_f = f * (0 <= forward < microbatches and not last)
+            does.append(own_f + (back + head * last) * (0 <= backward < microbatches))
+        total += max(does)
+    names = ("layers/", "pp/act", "embed", "head")
+    assert found.bubble + sum(p.seconds for s, p in found.sites.items() if s.startswith(names)) == pytest.approx(total)
 
 
 def test_what_a_layer_keeps_is_moved():
