@@ -29,7 +29,6 @@ from taco_jax.config import (
     DataParallelConfig,
     MeshConfig,
     PipelineConfig,
-    PipelineConfig,
     TrainConfig,
     cli,
 )
