@@ -60,7 +60,7 @@ MUTANTS = (
         "pallas_kernels/triton/kernels.py",
         "errors = errors + (xs[i].to(tl.float32) - y,)",
         "errors = errors + (xs[i].to(tl.float32) + y,)",
-        (TRITON + "'wires lose'",),
+        (TRITON + "'wires and lose'",),
     ),
     Mutant(
         "mosaic-residual",

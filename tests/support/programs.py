@@ -14,7 +14,8 @@ from taco_jax.train import step
 FILE = REPOSITORY / "experiments" / "quickstart.py"
 FLAGS = [
     "--model.d-model", "64", "--model.n-layers", "2", "--model.n-heads", "8", "--model.n-kv-heads", "4",
-    "--model.head-dim", "8", "--model.d-mlp", "128", "--compression.backward", "int8h",
+    "--model.head-dim", "8", "--model.d-mlp", "128", "--compression.forward", "taco",
+    "--compression.backward", "int8h",
     "--data-parallel.gradients", "int8h", "--data.sequence-length", "32", "--global-batch", "8", "--steps", "6",
     "--optimizer.learning-rate", "3e-3", "--optimizer.min-learning-rate", "3e-5", "--optimizer.warmup-steps", "2",
     "--checkpoint.every", "4", "--evaluation.every", "4", "--evaluation.batches", "2", "--devices", "cpu:8",
