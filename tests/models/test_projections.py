@@ -63,16 +63,21 @@ def test_remat_repeats_nothing_and_changes_nothing(remat):
 
 
 @pytest.mark.parametrize(
-    "options", [{"remat": "full"}, pytest.param({"remat": "dots", "tp": 4, "dp": 2}, marks=pytest.mark.slow)]
+    "options, nearer",
+    [({"remat": "full"}, 0.02), pytest.param({"remat": "dots", "tp": 4, "dp": 2}, 0.25, marks=pytest.mark.slow)],
 )
-def test_chains_carry_their_own_errors(options):
-    """A token's values are quantised in blocks of their own, so that chains lose and feed back what one chain does."""
+def test_chains_carry_their_own_errors(options, nearer):
+    """A token's values are quantised in blocks of their own, so that chains lose and feed back what one chain does.
+
+    In two hops a rank's own share is not quantised, and it lies elsewhere in each chain: what is lost is another part,
+    of which feedback leaves little.
+    """
     run = Fed(QWEN2, **{"tp": 2, "batch": 4} | options)
     loss, grads, _ = run.gradients()
     of_chains = dataclasses.replace(run, chains=2).gradients()
     without = dataclasses.replace(run, feedback=False).gradients()
-    np.testing.assert_allclose(of_chains[0], loss, rtol=1e-5)
-    assert distance(of_chains[1], grads) < 0.02 * distance(without[1], grads)
+    np.testing.assert_allclose(of_chains[0], loss, rtol=1e-5 if run.tp == 2 else 1e-4)
+    assert distance(of_chains[1], grads) < nearer * distance(without[1], grads)
 
 
 def test_other_ways_of_sending_are_refused():
