@@ -9,7 +9,15 @@ from pallas_kernels.nvlink import hardware
 from taco_jax.compression import chains as rule
 from taco_jax.compression import tuned
 from taco_jax.compression.compression import Compression
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig, chains, sequence_parallel
+from taco_jax.config import (
+    CompressionConfig,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+    chains,
+    sequence_parallel,
+)
 from taco_jax.config.checks import check
 from taco_jax.inference.settings import Settings
 
