@@ -397,6 +397,11 @@ def time_row(**changes):
             ),
             'taco.times.psum[0].ways[0].link="tcp": must be nccl or nvlink',
         ),
+        (json.dumps({"a": {"taco": entry(times={"psum": [time_row()] * 2})}}), ": must have each size once; repair it"),
+        (
+            json.dumps({"a": {"taco": entry(times={"psum": [time_row(ways=time_row()["ways"] * 2)]})}}),
+            ": must have each way once; repair it",
+        ),
         (json.dumps({"a": {"tacoo": entry()}}), "'a': tacoo={\"min_bytes\": 1"),
         (json.dumps({"a": {"none": entry()}}), "must be a codec preset that compresses; repair it, or delete the file"),
         ("[" * 100000, "is no JSON file (nested too deeply); repair it, or delete the file and run python -m"),
