@@ -186,6 +186,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
 
     from taco_jax.compression import dispatch, tuned
 
+    config = _each_once(config)
     devices = cli.devices(config.devices)
     ranks = len(devices) if config.ranks is None else config.ranks
     if jax.process_count() > 1:
@@ -224,13 +225,39 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
     if result:
         tuned.write(file, entry, result)
         for codec, value in result.items():
-            pays = "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
-            cli.say(f"{codec} pays {pays}; sums: {tuned.describe_sums(value.sums)}")
+            others = "".join(f"; {name} {_pays(of)}" for name, of in value.times.items() if name != "psum")
+            cli.say(f"{codec} pays {_pays_in_sums(value)}; sums: {tuned.describe_sums(value.sums)}{others}")
         cli.say(f"written to {file}" + (f", read where {tuned.VARIABLE} names it" if tuned.path("gpu") != file else ""))
     if stopped:
         written = f"the sizes before it are written for {', '.join(result)}" if result else "nothing is written"
         raise StoppedError(f"{stopped}; {written}")
     return points
+
+
+def _each_once(config: TuneConfig) -> TuneConfig:
+    """The config without repetitions, and with sums first, which other operations join."""
+    once = lambda name: {name: tuple(dict.fromkeys(getattr(config, name)))}
+    lists = once("codecs") | once("algorithms") | once("chunks") | once("exchanges")
+    operations = tuple(sorted(dict.fromkeys(config.operations), key=lambda name: name != "psum"))
+    return dataclasses.replace(config, operations=operations, **lists)
+
+
+def _pays_in_sums(value) -> str:
+    """`_pays` of what the file says of a codec's sums, which of a file of before is one size."""
+    if "psum" in value.times:
+        return _pays(value.times["psum"])
+    return "at no measured size" if value.min_bytes is None else f"from {size_name(value.min_bytes)}"
+
+
+def _pays(rows: Sequence[Row]) -> str:
+    """At which of the measured sizes some way pays."""
+    sizes = [row.bytes for row in rows if any(map(row.pays, row.ways))]
+    if not sizes:
+        return "at no measured size"
+    if (least := crossover(rows)) is None:
+        return f"at {', '.join(map(size_name, sizes))} alone"
+    below = sizes[: sizes.index(least)]
+    return f"from {size_name(least)}" + (f", and at {', '.join(map(size_name, below))}" if below else "")
 
 
 def _measure(config: TuneConfig, mesh, points: dict[str, list[Point]]) -> str | None:
@@ -481,12 +508,13 @@ def _layers(mesh, nbytes: int) -> int:
 def layer_shape(elements: int, ranks: int) -> tuple[int, int, int]:
     """(T, K, D) of a layer whose result has so many elements: T tokens, which the ranks divide, of width D, made of K.
 
-    A number of elements that has no such D is brought to the next smaller one.
+    Of the widest layer that leaves out at most 1/32 of them, else of one of width 1.
     """
     width = WIDTH
-    while width > 1 and (elements % width or elements // width % ranks):
+    tokens = lambda: elements // width // ranks * ranks
+    while width > 1 and 32 * (elements - tokens() * width) > elements:
         width //= 2
-    return max(ranks, elements // width // ranks * ranks), min(width, INNER), width
+    return max(ranks, tokens()), min(width, INNER), width
 
 
 def _arguments(config: TuneConfig, mesh, nbytes: int):

@@ -92,7 +92,8 @@ class Call:
         """The size from which a message pays of which no times say how it goes."""
         link, found = self.compression.link, tuned.find(codec.name, ranks)
         least = tuned.default_min_bytes(codec.name, ranks, link=link)
-        if found is None or not found.times:
+        # A file of before, to which the times of other operations were added, still says it of sums.
+        if found is None or not found.times or (operation == "psum" and "psum" not in found.times):
             return least
         # Of a link whose sums were timed, and this operation not.
         on_link = "nccl" if operation in ("all_to_all", "ppermute") else link

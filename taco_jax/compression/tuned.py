@@ -183,7 +183,11 @@ def _times(file, key: str, listed) -> tuple[Row, ...]:
             _refuse(file, f"{at}.ways", row["ways"], "must be a list with an entry for each measured way")
         free, exact = (_time(file, f"{at}.{name}", row[name]) for name in ("free", "exact"))
         ways = dict(_way(file, f"{at}.ways[{j}]", way) for j, way in enumerate(row["ways"]))
+        if len(ways) < len(row["ways"]):
+            _refuse(file, f"{at}.ways", row["ways"], "must have each way once")
         rows.append(Row(row["bytes"], free, exact, ways))
+    if len({row.bytes for row in rows}) < len(rows):
+        _refuse(file, key, listed, "must have each size once")
     return tuple(sorted(rows, key=lambda row: row.bytes))
 
 

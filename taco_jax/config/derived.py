@@ -76,7 +76,8 @@ def sequence_parallel(config: TrainConfig) -> tuple[bool, str]:
     it keeps what messages brought, so that none is sent twice, and what an all_gather brings is whole. Where tp is 2 a
     value is quantised twice instead of once.
     """
-    return _sequence_parallel(config, chains(config)[0])
+    # Chains by themselves are never where this is on, so that auto decides nothing here.
+    return _sequence_parallel(config, 1 if config.chains == AUTO else config.chains)
 
 
 def _sequence_parallel(config: TrainConfig, chains: int) -> tuple[bool, str]:

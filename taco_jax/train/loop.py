@@ -252,6 +252,9 @@ class Run:
                 f"{adapters.count(config.model) / 1e6:,.2f}M parameters are trained"
             )
         say(f"codecs: {self.program.table.codecs()}{fed}")
+        count, why = chains(config, mesh.devices.flat[0])
+        if count > 1:
+            say(f"chains: {count} ({why})")
         if self.guard is not None:
             say(self.guard.words())
         if config.mesh.pp > 1:

@@ -9,7 +9,15 @@ from pallas_kernels.nvlink import hardware
 from taco_jax.compression import chains as rule
 from taco_jax.compression import tuned
 from taco_jax.compression.compression import Compression
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig, chains
+from taco_jax.config import (
+    CompressionConfig,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+    chains,
+    sequence_parallel,
+)
 from taco_jax.config.checks import check
 from taco_jax.inference.settings import Settings
 
@@ -86,6 +94,14 @@ def test_what_is_said_has_the_last_word(monkeypatch):
     assert of(chains=1) == (1, "as configured")
     monkeypatch.delenv("NCCL_P2P_DISABLE")
     assert of(chains=4, c_with_product=False) == (4, "as configured")
+
+
+def test_chains_by_themselves_are_no_reason_of_sequence_parallelism(monkeypatch):
+    """Without a device they may be two where the run has one, as on a CPU."""
+    remat = (False, "remat full leaves little memory to save")
+    assert chains(CONFIG)[0] == 2 and sequence_parallel(CONFIG) == remat
+    on, why = sequence_parallel(dataclasses.replace(CONFIG, chains=2))
+    assert not on and why.startswith("chains put messages beside products")
 
 
 def test_chains_stay_above_what_was_tuned(monkeypatch, tmp_path):

@@ -238,6 +238,42 @@ def test_the_layer_of_a_message():
         tokens, inner, width = tune.layer_shape(elements, ranks)
         assert tokens % ranks == 0 < tokens and width % inner == 0
         assert tokens * width == max(ranks, elements // ranks * ranks)
+    # Three ranks divide no power of two: the layer is as wide all the same, and a little smaller.
+    assert tune.layer_shape(1 << 21, 3) == (510, 1024, 4096)
+    for size in range(15, 28):
+        tokens, _, width = tune.layer_shape(1 << size, 6)
+        assert tokens % 6 == 0 and width >= 64 and 31 / 32 <= tokens * width / (1 << size) <= 1
+
+
+def test_what_is_named_twice_is_measured_once_and_sums_first(monkeypatch, tmp_path):
+    """Other operations join sums, also where a measurement stops between them."""
+    asked = []
+
+    def points(config, mesh, operation, codec, nbytes, algorithms):
+        asked.append((operation, codec))
+        if operation == "all_gather":
+            raise MemoryError
+        return [point(nbytes, 2.0, 3.0)]
+
+    monkeypatch.setattr(tune, "_points", points)
+    monkeypatch.setattr(tune, "_prepare", lambda *args: None)
+    file = tmp_path / "tuned.json"
+    arguments = ["--codecs", "taco", "taco", "--smallest", "4096", "--largest", "4096", "--output", str(file)]
+    assert cli.run(tune.main, [*arguments, "--operations", "all_gather", "psum", "psum"]) == 1
+    assert asked == [("psum", "taco"), ("all_gather", "taco")]
+    (found,) = tuned.read(file).values()
+    assert list(found["taco"].times) == ["psum"] and found["taco"].min_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    "faster, text",
+    [("nnn", "at no measured size"), ("yyy", "from 4 KiB"), ("ynn", "at 4 KiB alone"),
+     ("yny", "from 64 KiB, and at 4 KiB"),
+     ("yyn", "at 4 KiB, 16 KiB alone")],
+)  # fmt: skip
+def test_the_last_lines_say_where_it_pays(faster, text):
+    points = [point(4096 * 4**i, 1.0 if f == "y" else 3.0, 2.0) for i, f in enumerate(faster)]
+    assert tune._pays(tune.rows(points)) == text
 
 
 def test_sizes():

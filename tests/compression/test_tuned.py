@@ -202,6 +202,19 @@ def test_each_operation_goes_by_its_own_times(file):
     assert moved == {"collective-permute": 1}
 
 
+def test_sums_go_by_a_file_of_before_also_with_times_of_others(file, monkeypatch):
+    monkeypatch.setattr(tuned, "untuned_min_bytes", lambda device, link: 1 << 20)
+    best, times = ((4096, 1, "all_to_all"),), {"all_gather": (timed(4096, (Way(), 20.0)),)}
+    tuned.write(file, NAME, {"taco": Tuned(4096, best, (), times)})
+    assert sent(512, "taco") == {"all-reduce": 1}
+    assert sent(2048, "taco") == {"all-to-all": 1, "all-gather": 1}
+    # The file says nothing of a scatter.
+    scatter = lambda x: taco_jax.psum_scatter(x, "tp", tiled=True, compression=Compression("taco"))
+    with comm_log.record() as table:
+        per_rank(scatter, 4).lower(np.ones((4, 4096), np.float32))
+    assert {row.codec for row in table.rows() if row.op == "psum_scatter"} == {"none"}
+
+
 def test_a_sum_with_feedback_takes_a_way_that_it_has(file, monkeypatch):
     """One kernel over NVLink keeps no wires: of what was timed only separate kernels count."""
     kernel = Way("nvlink", "one_shot")
@@ -383,6 +396,11 @@ def time_row(**changes):
                 {"a": {"taco": entry(times={"psum": [time_row(ways=[dict(Way()._asdict(), us=[1, 1], link="tcp")])]})}}
             ),
             'taco.times.psum[0].ways[0].link="tcp": must be nccl or nvlink',
+        ),
+        (json.dumps({"a": {"taco": entry(times={"psum": [time_row()] * 2})}}), ": must have each size once; repair it"),
+        (
+            json.dumps({"a": {"taco": entry(times={"psum": [time_row(ways=time_row()["ways"] * 2)]})}}),
+            ": must have each way once; repair it",
         ),
         (json.dumps({"a": {"tacoo": entry()}}), "'a': tacoo={\"min_bytes\": 1"),
         (json.dumps({"a": {"none": entry()}}), "must be a codec preset that compresses; repair it, or delete the file"),

@@ -32,6 +32,7 @@ from taco_jax.config import (
     cli,
 )
 from taco_jax.config.checks import check
+from taco_jax.train import loop
 from taco_jax.train.checkpoint import Checkpoints
 from taco_jax.train.log_file import log_to, say
 from taco_jax.train.loop import Run, TrainingError, main, train
@@ -238,8 +239,11 @@ def test_a_new_run_names_what_is_recommended(tmp_path, monkeypatch, capsys):
     assert (written["forward"], written["backward"]) == ("int8h", "int8h")
     content = {use: row | {"forward": "int6h", "backward": "int6h"} for use, row in recommended.load().items()}
     monkeypatch.setattr(recommended, "load", lambda: content)
+    # So says a machine with another link, where the run has chains by itself.
+    monkeypatch.setattr(loop, "chains", lambda config, device=None: (2, "a slow link"))
     train(dataclasses.replace(config, stop_after=2))
     said = capsys.readouterr().out
+    assert said.count("\nchains: 2 (a slow link)\n") == 1 == said.count("\nchains: ")
     assert len(re.findall(r"^codecs: tp int8h forward, int8h backward", said, re.M)) == 2 and "changed" not in said
     assert check(config).compression.forward == "int6h"  # in another folder
 
