@@ -12,7 +12,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from taco_jax.compression import dispatch
 from taco_jax.config import cli
 
 OPERATIONS = ("encode", "decode", "reduce")
-WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))]
 RANKS = 4
 
 
@@ -160,16 +158,13 @@ def plot(results: dict, fastest: float, path: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codecs", default=",".join(WITH_KERNELS))
+    parser.add_argument("--codecs", default=",".join(runs.WITH_KERNELS))
     parser.add_argument("--implementations", default="auto", help="mosaic,triton or auto: what the device takes")
     parser.add_argument("--elements", type=int, default=8192 * 132 * 16 * 16, help="bf16 elements of x")
     parser.add_argument("--no-xla", action="store_true", help="leave the XLA codec out")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
-    codecs = runs.codecs(args.codecs, pairs=False, exact=False)
-    for name in codecs:
-        reason = dispatch.without_format(CODECS[name])
-        runs.require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
+    codecs = runs.codecs_with_kernels(args.codecs)
     implementations = runs.choices("--implementations", args.implementations, dispatch.BACKENDS)
     whole = args.elements > 0 and args.elements % (8192 * RANKS) == 0
     rule = f"must be a positive multiple of {8192 * RANKS}, whole tiles of {RANKS} messages"
@@ -214,8 +209,7 @@ def main(arguments: Sequence[str]) -> None:
             "",
             table(results),
         ]  # fmt: skip
-        (args.out / "README.md").write_text("\n".join(report) + "\n")
-        (args.out / "summary.json").write_text(json.dumps({"copies": copied, "codecs": results}, indent=1) + "\n")
+        runs.write(args.out, report, {"copies": copied, "codecs": results})
         plot(results, fastest, args.out / "codec_kernels.png")
 
 

@@ -169,8 +169,7 @@ def main(arguments: Sequence[str]) -> None:
         "",
         *table(results),
     ]
-    (args.out / "README.md").write_text("\n".join(report) + "\n")
-    (args.out / "summary.json").write_text(json.dumps({"layers": args.layers, "runs": results}, indent=1) + "\n")
+    runs.write(args.out, report, {"layers": args.layers, "runs": results})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ output  OUT/README.md (hardware, commit, command, tables), OUT/summary.json
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -225,8 +224,7 @@ def write(args, config: TrainConfig, groups: dict[str, list[Row]]) -> None:
         "",
         text,
     ]
-    (args.out / "README.md").write_text("\n".join(report) + "\n")
-    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    runs.write(args.out, report, results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -210,8 +209,7 @@ def write(args, config: TrainConfig, programs: dict[Variant, Compiled]) -> None:
         "",
         text,
     ]
-    (args.out / "README.md").write_text("\n".join(report) + "\n")
-    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    runs.write(args.out, report, results)
 
 
 if __name__ == "__main__":

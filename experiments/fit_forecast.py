@@ -162,7 +162,7 @@ def _tiles(rows: Sequence[tuple], load: float, start_us: float, *, per_us: float
 
 
 def _tile_terms(m: int, n: int, k: int, tile: tuple[int, int], split: int, *, per_us: float) -> tuple[float, ...]:
-    """What a product's time is linear in: FLOPs, tiles' areas, values loaded; and us of adding up parts."""
+    """Returns what a product's time is linear in (FLOPs, areas of tiles, values loaded), and us of adding up parts."""
     rows, columns = tile
     waves, steps_of_k = -(-(-(-m // rows) * -(-n // columns) * split) // H200_SMS), -(-k // split)
     area = 2 * rows * columns * waves

@@ -1,4 +1,4 @@
-"""What the guard takes of a training run: the trainer's own loop with and without it, in turn, in one process.
+"""Measures what the guard takes of a training run: the trainer's own loop with and without it, in turn, in one process.
 
     python experiments/guard_cost.py --config experiments/quickstart.py --out experiments/results/guard_cost \\
         --devices cpu:4 --codecs int4h:int8h
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import statistics
 import sys
@@ -79,8 +78,7 @@ def main(arguments: Sequence[str]) -> None:
         "",
         text,
     ]
-    (args.out / "README.md").write_text("\n".join(report) + "\n")
-    (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    runs.write(args.out, report, results)
 
 
 def measure(config: TrainConfig, rounds: int, steps: int) -> dict[str, float]:

@@ -42,7 +42,6 @@ from taco_jax.compression import dispatch
 from taco_jax.config import cli
 
 OPERATIONS = ("encode", "reduce_encode", "reduce_decode", "sum_decode", "decode")
-WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))]
 OVER_NVLINK = ("taco", "int4h", "mxfp4")
 RANKS = 4
 ELEMENTS = 1 << 28  # of x: more tiles than programs, on every GPU
@@ -439,7 +438,7 @@ def chosen(capability: int) -> dict[str, dict[str, list[str]]]:
     device = AbstractDevice(device_kind=target.device, num_cores=target.multiprocessors, platform="gpu")
     return {
         codec: {name: list(dispatch.choose(codec, device, "bfloat16", operation=name)) for name in dispatch.OPERATIONS}
-        for codec in WITH_KERNELS
+        for codec in runs.WITH_KERNELS
     }
 
 
@@ -526,7 +525,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = cli.Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--targets", default=",".join(map(str, MAIN)), help=f"of {', '.join(map(str, TARGETS))}")
-    parser.add_argument("--codecs", default=",".join(WITH_KERNELS))
+    parser.add_argument("--codecs", default=",".join(runs.WITH_KERNELS))
     parser.add_argument("--operations", default=",".join(OPERATIONS))
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--float32", default="", help="codecs that Triton compiles for float32 too")
@@ -534,10 +533,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--keep", type=Path, help="folder of Triton kernels that were compiled before")
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
-    codecs = runs.codecs(args.codecs, pairs=False, exact=False)
-    for name in codecs:
-        reason = dispatch.without_format(CODECS[name])
-        runs.require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
+    codecs = runs.codecs_with_kernels(args.codecs)
     targets = [int(name) for name in runs.choices("--targets", args.targets, map(str, TARGETS))]
     names = runs.choices("--operations", args.operations, OPERATIONS)
     wide = runs.codecs(args.float32, pairs=False, exact=False) if args.float32 else []

@@ -11,7 +11,6 @@ output    OUT/README.md (hardware, commit, command, table), OUT/summary.json, OU
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -110,8 +109,7 @@ def main(arguments: Sequence[str]) -> int:
                 table(with_speedup(results, codecs)),
                 *(f"\nfailed: {f.splitlines()[0]}" for f in failures),
             ]
-            (args.out / "README.md").write_text("\n".join(report) + "\n")
-            (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+            runs.write(args.out, report, results)
             print(table(results), flush=True)
     return 1 if failures else 0
 

@@ -17,12 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from taco_jax.codec import CODECS
+from taco_jax.compression import dispatch
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
 from taco_jax.errors import did_you_mean
 from taco_jax.train.metrics import read_records
 from taco_jax.train.workdir import METRICS
 
+# Presets that GPU kernels encode.
+WITH_KERNELS = [name for name, codec in CODECS.items() if not (codec.exact or dispatch.without_format(codec))]
 TRAINER = ("-m", "taco_jax.train")
 # A study says which run failed, and goes on with the others.
 FAILURES = (RuntimeError, subprocess.TimeoutExpired)
@@ -184,6 +187,21 @@ def numbers(key: str, text: str, least: int) -> list[int]:
         good = number.strip().removeprefix("-").isdecimal() and int(number) >= least
         require(good, key, text, f"must be integers of at least {least}, separated by commas")
     return [int(number) for number in text.split(",")]
+
+
+def codecs_with_kernels(text: str) -> list[str]:
+    """--codecs: presets that GPU kernels encode."""
+    names = codecs(text, pairs=False, exact=False)
+    for name in names:
+        reason = dispatch.without_format(CODECS[name])
+        require(reason is None, "--codecs", name, f"{reason}; take {', '.join(WITH_KERNELS)}")
+    return names
+
+
+def write(out: Path, report: Sequence[str], results: dict) -> None:
+    """Writes OUT/README.md, line by line, and OUT/summary.json."""
+    (out / "README.md").write_text("\n".join(report) + "\n")
+    (out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def folder(key: str, path: Path) -> Path:

@@ -29,7 +29,7 @@ SETTINGS = [
     "--mesh.dp", "4", "--mesh.tp", "1", "--devices", "cpu:4", *runs.codec_flags(EXACT),
     "--data-parallel.gradients", EXACT, "--data-parallel.zero1",
 ]  # fmt: skip
-"""What every run has: nothing is compressed but the weights."""
+"""The flags of every run: nothing is compressed but the weights."""
 OWN = {
     "seed": "the seeds are those of --seeds",
     "data-parallel.parameters": "the codecs are those of --codecs",

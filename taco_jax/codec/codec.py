@@ -332,7 +332,7 @@ class Codec:
 
 
 AUTO = "auto"
-"""What a use is recommended (`taco_jax.compression.recommended`): no codec by itself."""
+"""Stands for the codec that a use is recommended (`taco_jax.compression.recommended`); no codec by itself."""
 CODECS: dict[str, Codec] = {
     "taco": Codec("e4m3", 128, "hadamard", "ue5m3"),
     "taco_paper": Codec("e4m3", 256, "hadamard", "paper"),

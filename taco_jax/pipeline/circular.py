@@ -50,12 +50,7 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
     axes = stages.activation_axes(params, par)
     loss_axes = axes - {par.axis}
     weights_BL = to_varying(weights_BL, loss_axes)
-    # Sums over tp of what its ranks hold whole are taken once, after all ticks.
-    used = lambda params: decoder.use_replicated_params(lora.join(base, params), config, par)
-    if base:
-        params, finish_grads, base = jax.vjp(lambda params: lora.split(used(params)), params, has_aux=True)
-    else:
-        params, finish_grads = jax.vjp(used, params)
+    params, finish_grads, base = stages.used_once(params, base, config, par)
     chunks = schedule.chunks
     in_layers = lambda site: site in decoder.LAYER_SITES
     own = lambda slots: {s: stages.own(slot, chunks) if in_layers(s) else slot for s, slot in slots.items()}

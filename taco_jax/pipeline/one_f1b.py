@@ -51,19 +51,12 @@ def value_and_grad(params, slots, exponents, tokens_BL, targets_BL, weights_BL, 
                    par: Parallel, schedule: Schedule, base=None):  # fmt: skip
     """(loss, (gradients, measures of the sites)) of the local batch, loss = scale * sum of weighted nll in nats.
 
-    As `jax.value_and_grad` has it of scale times `circular.loss`, with respect to params and slots. Arguments as there.
-
-    base: parameters without gradients, for which params are adapters (`lora.join`).
+    Arguments as of `circular.value_and_grad`.
     """
     axes = stages.activation_axes(params, par)
     loss_axes = axes - {par.axis}
     weights_BL = to_varying(weights_BL, loss_axes)
-    # Sums over tp of what its ranks hold whole are taken once, after all ticks.
-    used = lambda params: decoder.use_replicated_params(lora.join(base, params), config, par)
-    if base:
-        params, finish_grads, base = jax.vjp(lambda params: lora.split(used(params)), params, has_aux=True)
-    else:
-        params, finish_grads = jax.vjp(used, params)
+    params, finish_grads, base = stages.used_once(params, base, config, par)
     own = lambda slots: {s: stages.own(slot, 1)[0] if s in decoder.LAYER_SITES else slot for s, slot in slots.items()}
     slots, finish_measures = jax.vjp(own, slots)
     exponents = own(exponents)

@@ -20,7 +20,7 @@ from taco_jax.collectives import comm_log
 from taco_jax.compat import varying_axes
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config.schedule import Schedule
-from taco_jax.models import decoder
+from taco_jax.models import decoder, lora
 from taco_jax.models.attention import windows_of
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
@@ -28,6 +28,21 @@ from taco_jax.models.projections import State
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline.send import AXIS
 from taco_jax.tensor_parallel import to_varying
+
+
+def used_once(params: Any, base: Any, config: ModelConfig, par: Parallel) -> tuple[Any, Callable, Any]:
+    """Returns (params as layers use them, the pullback of their gradients, base).
+
+    Sums over tp of what its ranks hold whole are in the pullback, and so are taken once, after all ticks.
+
+    Args:
+      base: parameters without gradients, for which params are adapters (`lora.join`). They come back as layers use
+        them too.
+    """
+    used = lambda params: decoder.use_replicated_params(lora.join(base, params), config, par)
+    if base:
+        return jax.vjp(lambda params: lora.split(used(params)), params, has_aux=True)
+    return *jax.vjp(used, params), base
 
 
 def is_first() -> jax.Array:
