@@ -87,9 +87,8 @@ def sums(share: float) -> dict:
 
 
 def sustained() -> list[dict]:
-    """Rows of products beside passes after seconds of load, if they were measured; else after a tenth of one."""
-    longer = (RESULTS / "kernels_sustained" / "summary.json").is_file()
-    return alone("kernels_sustained" if longer else "kernels_h200")["mixed"]
+    """Rows of products beside passes after seconds of load."""
+    return alone("kernels_sustained")["mixed"]
 
 
 def limit_of_power(mixed: Sequence[dict]) -> dict:
@@ -103,7 +102,7 @@ def limit_of_power(mixed: Sequence[dict]) -> dict:
     fast = min(row["us"] - row["passes"] * pass_us for row in alone()["mixed"])
     activity = [2e6 * row["m"] ** 3 / (fast + row["passes"] * pass_us) / H200_PEAK for row in rows]
     slower = [max(1.0, (row["us"] - row["passes"] * pass_us) / fast) for row in rows]
-    source = "kernels_h200: a product of 8,192^3 with passes over memory behind it"
+    source = "kernels_sustained: a product of 8,192^3 with passes over memory behind it, after seconds of load"
     return {"activity": activity, "slower": slower, "alone": slower[-1], "source": source}
 
 
@@ -251,8 +250,11 @@ def codec_us(codec: str, n: int, ranks: int, kinds: dict) -> float:
 
 
 def of_a_step(start_us: float, share: float) -> dict:
-    """Kernels by their names in the trace of a step: zeros, as a share of the fastest copy's bandwidth, GELU, and how
-    much longer what goes beside messages takes, as a share of these."""
+    """Kernels by their names in traces of steps.
+
+    Zeros as a share of the fastest copy's bandwidth; GELU; how much longer what goes beside messages takes, as a share
+    of these; how much longer products take where two GPUs wait for the slower one.
+    """
     found = summary("kernels_in_step")
     per_us = share * H200_SHEET_GB_S * 1e3
     zeros = statistics.median(row["bytes"] / row["us"] / per_us for row in found["zeros"])
@@ -262,6 +264,7 @@ def of_a_step(start_us: float, share: float) -> dict:
     longer = (sum(ways["none"].values()) - sum(ways["free"].values())) / ways["hidden"]
     return {
         "beside": {"longer": longer, "source": source},
+        "slowest": {"longer": statistics.median(row["longer"] for row in found["slowest"]), "source": source},
         "zeros": {"share_of_copy": zeros, "source": source},
         "gelu": {"ps_per_value": 1e6 * (gelu["us"] - start_us) / gelu["values"], "source": source},
     }  # fmt: skip

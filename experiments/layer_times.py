@@ -6,7 +6,8 @@ A forward layer lasts from the start of one attention kernel to that of the next
 starts of attention's gradients. Times are means over a device's layers, in microseconds. The GPU that computes slowest
 sets the pace: the other one's waits cost nothing, so tables are of the device whose kernels for sums take least.
 
-output    a table of the variants; with --kernels the longest kernels of a layer of each
+output    a table of the variants, and how much longer products take for waiting on the slowest GPU; with --kernels the
+          longest kernels of a layer of each
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = r"fprop", r"bprop"
 WAITS = r"MultiGpuBarrier|nccl.*AllReduce"
+SUMS = r"nccl(?!.*MultiGpuBarrier)|nvlink.*mosaic"
 KINDS = {
     "products": r"gemm|nvjet|cudnn|sdpa|fmha",
     "sums": r"nccl|nvlink.*mosaic|(encode|reduce)_tiles",
@@ -51,6 +53,25 @@ def slowest(devices: dict[str, list[Kernel]]) -> list[Kernel]:
     """Returns the kernels of the device that waits least."""
     waits = lambda kernels: sum(k.length for k in kernels if re.search(WAITS, k.name))
     return min(devices.values(), key=waits)
+
+
+def waiting(devices: dict[str, list[Kernel]]) -> float:
+    """Returns how much longer products take for waiting on the slowest GPU, as a share of their mean time.
+
+    All GPUs wait for each other at each sum. Between two sums the products of the slowest count.
+    """
+    between = []
+    for kernels in devices.values():
+        times = [0.0]
+        for kernel in kernels:
+            if re.search(KINDS["products"], kernel.name):
+                times[-1] += kernel.length
+            elif re.search(SUMS, kernel.name) and times[-1]:
+                times.append(0.0)
+        between.append(times)
+    if len({len(times) for times in between}) > 1:
+        raise ValueError("the GPUs' numbers of sums differ: the listing is not of whole steps")
+    return sum(map(max, zip(*between))) * len(between) / sum(map(sum, between)) - 1
 
 
 def layers(kernels: list[Kernel], backward: bool) -> list[list[Kernel]]:
@@ -114,8 +135,12 @@ def main() -> None:
     listings = sorted(args.folder.glob("kernels-*.csv"))
     if not listings:
         parser.error(f"{args.folder}: has no kernels-*.csv; bench_step.py --profile 2 writes them")
-    variants = {path.stem.removeprefix("kernels-"): slowest(read(path)) for path in listings}
+    read_ = {path.stem.removeprefix("kernels-"): read(path) for path in listings}
+    variants = {name: slowest(devices) for name, devices in read_.items()}
     print("\n".join(table(variants)))
+    if all(len(devices) > 1 for devices in read_.values()):
+        print("\n| variant | products longer by the slowest GPU |\n|---|---|")
+        print("\n".join(f"| {name} | {waiting(devices):.2%} |" for name, devices in read_.items()))
     for name, kernels in variants.items():
         for direction, backward in (("forward", False), ("backward", True)) if args.kernels else ():
             print("\n".join(["", f"{name}, {direction} layer, us", *longest(layers(kernels, backward), args.kernels)]))

@@ -254,6 +254,7 @@ def forecast_constants(figures: Figures) -> Iterable[Row]:
     for what in ("forward", "backward"):
         rates = f"{at(f'attention.{what}.ps_per_flop', 5)} ps, {at(f'attention.{what}.ps_per_pair', 2)} ps"
         yield f"attention, {what}: a FLOP, a pair; start", f"{rates}; {at(f'attention.{what}.us', 1)} us"
+    yield "two GPUs that wait for each other: products longer by", share("slowest.longer")
     yield "start of a kernel", f"{at('start.us', 1)} us"
     yield "start and end of a program, from the host to the host", f"{at('start.host_us')} us"
     yield "sums over tokens: start", f"{at('sum.us', 1)} us"

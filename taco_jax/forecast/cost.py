@@ -152,6 +152,14 @@ class Machine:
         """How many times as long products take in a program of so many FLOPs and seconds, for the clocks' sake."""
         return limited(flops / (seconds * self.gpu.flops), load()["power"])
 
+    def slowest(self, gpus: int) -> float:
+        """How many times as long products take where so many GPUs wait for each other at every message.
+
+        The largest of n normal values lies at Blom's quantile; what two GPUs showed fixes the spread.
+        """
+        largest = lambda n: statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+        return 1 + load()["slowest"]["longer"] * largest(gpus) / largest(2)
+
     def product(self, m: int, n: int, k: int, *, out: int = 2, slower: float = 1.0) -> float:
         """Seconds of [m, k] @ [k, n] in bfloat16 to values of `out` bytes."""
         return self.start + _product(

@@ -156,15 +156,20 @@ class Timer:
         part.messages += total - hidden
 
     def forecast(self, codecs: str, bubble: float = 0.0) -> Forecast:
-        """Returns what was added up, at the clocks that so much multiplication leaves."""
+        """Returns what was added up, at the clocks that so much multiplication leaves, on the slowest GPU."""
+        bubble = self._slow_down(self.machine.slowest(self.sizes["tp"] * self.sizes["pp"]), bubble)
         seconds = bubble + sum(part.seconds for part in self.parts.values())
         if not self.float32 and seconds:
-            slower = self.machine.limit_of_power(self.flops, seconds)
-            for part in self.parts.values():
-                part.products *= slower
-            bubble *= sum(part.seconds for part in self.parts.values()) / (seconds - bubble)
+            bubble = self._slow_down(self.machine.limit_of_power(self.flops, seconds), bubble)
         exactly = tuple(dict.fromkeys(self.exactly))
         return Forecast(codecs, self.parts, bubble, sent=self.sent, bf16=self.bf16, exactly=exactly)
+
+    def _slow_down(self, times: float, bubble: float) -> float:
+        """Makes products so many times as long; returns the bubble, which grows as all does."""
+        before = sum(part.seconds for part in self.parts.values())
+        for part in self.parts.values():
+            part.products *= times
+        return bubble * sum(part.seconds for part in self.parts.values()) / before if before else bubble
 
     def chained(self) -> None:
         """Layers in chains: the shorter of work and messages is seen for one chain alone."""

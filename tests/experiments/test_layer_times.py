@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "experiments"))
@@ -35,6 +36,17 @@ def test_layers_are_told_apart(tmp_path):
     assert (len(backward), layer_times.period(backward)) == (1, 80)
     assert layer_times.by_kind(forward) == {"products": 30, "sums": 5, "waits before sums": 0, "all else": 0}
     assert layer_times.longest(backward, 1)[0].split() == ["40.0", "nvjet_b"]
+
+
+def test_products_wait_for_the_slowest_gpu_between_two_sums():
+    """By hand: 10 and 14 us before the sum, 30 and 20 behind it: 44 where the mean is 37."""
+    kernel = layer_times.Kernel
+    first = [kernel(0, 10, "nvjet_a"), kernel(10, 5, "ncclDevKernel_AllReduce"), kernel(20, 30, "sdpa_bprop")]
+    second = [kernel(0, 8, "nvjet_a"), kernel(8, 6, "gemm"), kernel(14, 1, "nvlink_all_reduce_mosaic")]
+    second += [kernel(15, 9, "MultiGpuBarrierWithNcclKernel"), kernel(25, 20, "sdpa_bprop")]
+    assert layer_times.waiting({"0": first, "1": second}) == pytest.approx(44 / 37 - 1)
+    with pytest.raises(ValueError, match="not of whole steps"):
+        layer_times.waiting({"0": first, "1": second[:2]})
 
 
 def test_waits_are_a_kind_and_cost_is_beyond_free(tmp_path):

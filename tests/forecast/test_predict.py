@@ -24,6 +24,12 @@ def machine(link="host", gpu=H200, devices=4, **more):
     return Machine(gpu, links.parse(link, gpu), devices, **more)
 
 
+def one_clock(constants):
+    """Products take as long as alone: no limit of power, no GPU slower than others."""
+    constants("power", slower=[1.0] * len(load()["power"]["slower"]))
+    constants("slowest", longer=0.0)
+
+
 @pytest.fixture
 def constants(monkeypatch):
     """set(group, **constants) for one test."""
@@ -81,6 +87,24 @@ def test_products_are_slower_where_much_of_the_time_is_multiplication(constants)
     assert waiting.total("products") == pytest.approx(free.total("products"))
 
 
+def test_products_wait_for_the_slowest_gpu(constants):
+    """The largest of n normal values: 0.564, 1.029 and 1.424 standard deviations above the mean for 2, 4 and 8."""
+    one_clock(constants)
+    before = {tp: predict.step(_on(tp), machine(devices=tp), "none") for tp in (1, 2, 4)}
+    constants("slowest", longer=0.02)
+    on = machine()
+    assert [on.slowest(n) for n in (1, 2)] == pytest.approx([1.0, 1.02])
+    assert [(on.slowest(n) - 1) / 0.02 for n in (4, 8)] == pytest.approx([1.029 / 0.564, 1.424 / 0.564], rel=0.04)
+    for tp, then in before.items():
+        now = predict.step(_on(tp), machine(devices=tp), "none")
+        assert now.total("products") == pytest.approx(on.slowest(tp) * then.total("products"))
+        assert now.total("memory") == then.total("memory")
+
+
+def _on(tp):
+    return dataclasses.replace(SEVEN, mesh=MeshConfig(tp=tp))
+
+
 def test_a_product_of_one_row_is_bound_by_memory():
     read = 2 * 3584 * 152_064 / machine().bandwidth
     assert read < machine().product(1, 152_064, 3584) < 1.05 * read
@@ -102,7 +126,7 @@ def test_flops_of_a_step_are_those_of_the_formula():
 
 
 def test_a_recomputation_has_no_product_whose_sum_was_kept(constants):
-    constants("power", slower=[1.0] * len(load()["power"]["slower"]))
+    one_clock(constants)
     shard = work.Shard(SEVEN.model, 4)
     again = [w for w in work.layer_forward(shard, 8, 2048, "again", sums=False) if w.kind == "product"]
     assert {w.site for w in again} == {work.QKV, work.UP}
@@ -176,9 +200,10 @@ def in_stages(kind, *, stages=4, microbatches=8):
     return dataclasses.replace(SEVEN, mesh=MeshConfig(pp=stages, tp=2), pipeline=pipeline, remat="none")
 
 
-def test_empty_ticks_are_the_schedules_share():
+def test_empty_ticks_are_the_schedules_share(constants):
     from taco_jax.config import pipeline_schedule
 
+    one_clock(constants)
     config = in_stages("gpipe")
     found = predict.step(config, machine(devices=8), "none")
     in_ticks = sum(p.seconds for s, p in found.sites.items() if s.startswith(("layers/", "pp/act")))
@@ -186,7 +211,7 @@ def test_empty_ticks_are_the_schedules_share():
 
 
 @pytest.mark.parametrize("stages,microbatches", [(2, 8), (4, 8), (4, 2), (4, 1)])
-def test_ticks_of_1f1b_one_by_one(stages, microbatches, monkeypatch):
+def test_ticks_of_1f1b_one_by_one(stages, microbatches, constants, monkeypatch):
     """The sum over ticks of the longest of what the stages do, the last one its head in the place of a forward pass."""
     kept = {}
     own = predict._bubble_of_1f1b
@@ -197,8 +222,7 @@ def test_ticks_of_1f1b_one_by_one(stages, microbatches, monkeypatch):
         return own(timer, schedule, forward)
 
     monkeypatch.setattr(predict, "_bubble_of_1f1b", bubble)
-    # Without the limit of power, which scales all of it.
-    monkeypatch.setattr(Machine, "limit_of_power", lambda self, flops, seconds: 1.0)
+    one_clock(constants)
     found = predict.step(in_stages("1f1b", stages=stages, microbatches=microbatches), machine(devices=8), "none")
     f, both, head = (kept[name] / microbatches for name in ("forward", "layers", "head"))
     back, total = both - f, 0.0
@@ -236,6 +260,7 @@ def test_what_a_layer_keeps_is_moved():
 
 
 def test_kernels_start(constants):
+    one_clock(constants)
     constants("start", us=2.0, host_us=500.0)
     on = machine(devices=1)
     assert on.seconds(work.Work("x", "forward", "memory", bytes=0.0, kernels=7)) == pytest.approx(14e-6)
