@@ -100,31 +100,37 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
     """
     kernels = [_frozen(dense["kernel"]) for dense in denses]
     kernel_DF = _joined_kernel(kernels, par)
-    kernel_DF = lax.optimization_barrier(kernel_DF) if par.frozen else _written_once(kernel_DF)
     if isinstance(x_BLD, FusedInput):
         x, scales, site = x_BLD
+        x, kernel_DF = _written_once(x, kernel_DF, par.frozen)
         y_BLF = column_product(
             x, kernel_DF, par.axis, par.compression(site), scales, precision=par.precision, site=site
         )
     else:
+        x_BLD, kernel_DF = _written_once(x_BLD, kernel_DF, par.frozen)
         y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
     ends = tuple(itertools.accumulate(kernel.shape[1] for kernel in kernels[:-1]))
     ys = _add_adapters(x_BLD, _split(y_BLF, ends), [dense["kernel"] for dense in denses], par)
     return [add_bias(y, dense) for y, dense in zip(ys, denses)]
 
 
-@jax.custom_vjp
-def _written_once(kernel_DF: jax.Array) -> jax.Array:
-    """Returns the kernel; where it is differentiated, as an array that all its products read.
+def _written_once(x_BLD: jax.Array, kernel_DF: jax.Array, frozen: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns both; where one is differentiated, the kernel as an array that all products of the two read.
 
     XLA would put the casts and the joining into each product, in the hope of a kernel that does both. cuBLAS is faster
-    on GPUs, and then each product gets casts and a copy of its own: the layer's, that of the recomputation, and the
-    input's gradient. Where nothing is differentiated there is one product, which may be small enough for such a kernel.
+    on GPUs, and then each product gets casts and a copy of its own: the recomputation and the input's gradient. Where
+    nothing is differentiated there is one product, which may be small enough for such a kernel.
     """
-    return kernel_DF
+    x_BLD, kernel_DF = _apart(x_BLD, kernel_DF)
+    return x_BLD, lax.stop_gradient(kernel_DF) if frozen else kernel_DF
 
 
-_written_once.defvjp(lambda kernel_DF: (lax.optimization_barrier(kernel_DF), None), lambda _, ct_DF: (ct_DF,))
+@jax.custom_vjp
+def _apart(x_BLD: jax.Array, kernel_DF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x_BLD, kernel_DF
+
+
+_apart.defvjp(lambda x_BLD, kernel_DF: ((x_BLD, lax.optimization_barrier(kernel_DF)), None), lambda _, cts: cts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
