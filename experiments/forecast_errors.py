@@ -12,6 +12,7 @@ output    OUT/README.md, OUT/summary.json, OUT/forecast.png, taco_jax/forecast/e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -33,7 +34,7 @@ from taco_jax.config import (
     cli,
 )
 from taco_jax.config.flags import load
-from taco_jax.forecast import constants, hardware, links, messages, predict
+from taco_jax.forecast import constants, hardware, links, messages, predict, work
 from taco_jax.forecast.cost import Machine
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.presets import preset
@@ -105,8 +106,41 @@ def steps(what: str, config: TrainConfig, on: Machine, times: dict[str, float], 
     return rows_of(group, what, times, lambda codec: 1e3 * predict.step(config, on, codec).seconds, source)
 
 
-def measured() -> Iterator[Row]:
+@contextlib.contextmanager
+def joined_for_each_product() -> Iterator[None]:
+    """Inside the block a step's work is that of programs before December 2026, which the record's steps are of.
+
+    They joined the cast kernels of products that share an input, and the cotangents of their results, for each product
+    that took them.
+    """
+    layer_weights, kept = work.layer_weights, (work.MLP, work.BACKWARD)
+
+    def with_joins(s: work.Shard, remat: str, size: int = 2) -> list[work.Work]:
+        joined, cast = 2 * size * s.joined_weights, (work.F32 + size) * s.joined_weights
+        more = {"full": 2 * joined + cast, "dots": joined, "none": joined + (work.F32 - size) * s.joined_weights}
+        joins = work.Work(work.UP, "forward", "memory", bytes=more[remat], kernels=0.0)
+        return [*layer_weights(s, remat, size), joins]
+
+    more = {"layernorm": {False: 2, True: 2}, "rmsnorm": {False: 12, True: 12}}
+    work.MLP = work.MLP | {True: work.MLP[True] | {"dx": 15, "dx of kept": 17}}
+    work.BACKWARD = {
+        norm: {of: passes.plus(work.Passes(0, 2, 0, kernels=more[norm][of])) for of, passes in of_norm.items()}
+        for norm, of_norm in work.BACKWARD.items()
+    }
+    work.layer_weights = with_joins
+    try:
+        yield
+    finally:
+        work.layer_weights, (work.MLP, work.BACKWARD) = layer_weights, kept
+
+
+def measured() -> list[Row]:
     """Every row, with its forecast."""
+    with joined_for_each_product():
+        return list(recorded())
+
+
+def recorded() -> Iterator[Row]:
     ms = lambda ways: {codec: row["ms"] for codec, row in ways.items()}
     # The first runs had no kernels yet: their codec is XLA's.
     for folder, chosen in (("qwen7b_tp4", ("nvlink", "host")), ("qwen7b_tp4_host", ("host",))):
@@ -346,7 +380,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--commit", default=None, help="commit to name where there is no git")
     args = parser.parse_args(arguments)
     runs.folder("--out", args.out)
-    rows, others = list(measured()), published()
+    rows, others = measured(), published()
     groups = group_errors(rows)
     go = {
         "date": datetime.date.today(), "hardware": "none: a CPU computes the forecasts in seconds",
