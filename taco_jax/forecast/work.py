@@ -159,7 +159,7 @@ BACKWARD = {
     "rmsnorm": {False: Passes(12, 2, 0, kernels=33), True: Passes(24, 2, 2, heads=10, kernels=50)},
 }
 ROTATED_BACK = 2
-# The mlp's activation by pass. Gradients of gate and up: one kernel, which writes both into the array that both products
+# The mlp's activation by pass. Gradients of gate and up: one kernel, which writes both into the array that two products
 # take.
 MLP = {
     True: {"forward": 3, "again": 3, "dx": 5, "kept": 13, "dx of kept": 8},
