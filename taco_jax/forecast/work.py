@@ -162,14 +162,14 @@ ROTATED_BACK = 2
 # The mlp's activation by pass. Gradients of gate and up: one kernel, which writes both into the array that two products
 # take.
 MLP = {
-    True: {"forward": 3, "again": 3, "dx": 5, "kept": 13, "dx of kept": 8},
-    False: {"forward": 2, "again": 2, "dx": 5, "kept": 11, "dx of kept": 6},
+    True: {"forward": 3, "again": 3, "dx": 5, "kept": 7, "dx of kept": 5},
+    False: {"forward": 2, "again": 2, "dx": 5, "kept": 4, "dx of kept": 3},
 }
-GELU = 2  # of the mlp's forward passes in MLP, the activation's own: one more where it keeps what its gradient needs
+GELU = {"forward": 2, "again": 2, "kept": 2}  # of the mlp's forward passes in MLP, the activation's own
 # Arrays of all layers, and of all ticks in stages, are zeroed before. With accumulation they are copied from zeros in
 # each microbatch.
 COPIED = 2
-ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 5, heads=2)}
+ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 1, heads=2, up=1)}
 # Sequence parallelism turns what it gathers and scatters, of both directions.
 TURNED = 8
 
@@ -190,8 +190,9 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
         passes = INFERENCE
     else:
         passes = KEPT[s.model.norm] if kept else FORWARD.plus(KEEPS[remat])
-    mlp = MLP[s.model.gated_mlp]["kept" if kept else stage]
-    gelu = 0 if s.model.gated_mlp else GELU + kept
+    activation = "kept" if kept else stage
+    mlp = MLP[s.model.gated_mlp][activation]
+    gelu = 0 if s.model.gated_mlp else GELU[activation]
     passes = passes.plus(Passes(0, 0, mlp - gelu))
     product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
     work = [

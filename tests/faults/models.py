@@ -364,6 +364,14 @@ MUTANTS = (
         ("tests/models/test_joined_products.py -k their_own",),
     ),
     Mutant(
+        "activation-kept",
+        "each step of the mlp's activation is kept for its gradient",
+        "taco_jax/models/blocks.py",
+        "    return _activated(config.activation, *",
+        "    return _activate(config.activation, *",
+        ("tests/models/test_blocks.py",),
+    ),
+    Mutant(
         "hf-gate",
         "Llama's gate and up projections are taken for each other",
         "taco_jax/models/huggingface.py",
