@@ -153,23 +153,23 @@ KEPT = {
 }
 AGAIN = {"layernorm": Passes(8, 2, 0, kernels=8), "rmsnorm": Passes(9, 2, 0, kernels=10)}
 # Gradients, without those of the mlp's activation, by remat or none; sums over all tokens are `sums`.
-# Those of q, k and v are joined for each of the two products that take them.
+# Those of q, k and v are written into the array that both products take.
 BACKWARD = {
-    "layernorm": {False: Passes(16, 4, 0, kernels=38), True: Passes(28, 4, 2, heads=10, kernels=52)},
-    "rmsnorm": {False: Passes(12, 4, 0, kernels=45), True: Passes(24, 4, 2, heads=10, kernels=62)},
+    "layernorm": {False: Passes(16, 2, 0, kernels=36), True: Passes(28, 2, 2, heads=10, kernels=50)},
+    "rmsnorm": {False: Passes(12, 2, 0, kernels=33), True: Passes(24, 2, 2, heads=10, kernels=50)},
 }
 ROTATED_BACK = 2
-# The mlp's activation by pass. Gradients of gate and up: two kernels that move 3 and 4 widths; both are joined for each
-# of the two products that take them.
+# The mlp's activation by pass. Gradients of gate and up: one kernel, which writes both into the array that two products
+# take.
 MLP = {
-    True: {"forward": 3, "again": 3, "dx": 15, "kept": 13, "dx of kept": 17},
-    False: {"forward": 2, "again": 2, "dx": 5, "kept": 11, "dx of kept": 6},
+    True: {"forward": 3, "again": 3, "dx": 5, "kept": 7, "dx of kept": 5},
+    False: {"forward": 2, "again": 2, "dx": 5, "kept": 4, "dx of kept": 3},
 }
-GELU = 2  # of the mlp's forward passes in MLP, the activation's own: one more where it keeps what its gradient needs
+GELU = {"forward": 2, "again": 2, "kept": 2}  # of the mlp's forward passes in MLP, the activation's own
 # Arrays of all layers, and of all ticks in stages, are zeroed before. With accumulation they are copied from zeros in
 # each microbatch.
 COPIED = 2
-ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 5, heads=2)}
+ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 1, heads=2, up=1)}
 # Sequence parallelism turns what it gathers and scatters, of both directions.
 TURNED = 8
 
@@ -190,8 +190,9 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
         passes = INFERENCE
     else:
         passes = KEPT[s.model.norm] if kept else FORWARD.plus(KEEPS[remat])
-    mlp = MLP[s.model.gated_mlp]["kept" if kept else stage]
-    gelu = 0 if s.model.gated_mlp else GELU + kept
+    activation = "kept" if kept else stage
+    mlp = MLP[s.model.gated_mlp][activation]
+    gelu = 0 if s.model.gated_mlp else GELU[activation]
     passes = passes.plus(Passes(0, 0, mlp - gelu))
     product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
     work = [
@@ -265,15 +266,11 @@ def _summed(s: Shard, tokens: int, size: int, sp: int) -> list[Work]:
 
 
 def layer_weights(s: Shard, remat: str, size: int = 2) -> list[Work]:
-    """Casts of a layer's float32 weights, its kernels joined, and its gradients put where all layers' are."""
-    cast, joined = (F32 + size) * s.layer_weights, 2 * size * s.joined_weights
-    moved = cast + joined
-    if remat == "none":
-        # The cast weights of all layers are kept.
-        moved += cast + 2 * size * s.layer_weights
-    else:
-        # For the recomputation, and joined ones once more for gradients of what goes in.
-        moved += cast + (joined + (F32 + size) * s.joined_weights if remat == "full" else 0)
+    """Casts of a layer's float32 weights, joined by that, and its gradients put where all layers' are."""
+    cast = (F32 + size) * s.layer_weights
+    # In the backward pass again, or the cast weights of all layers are kept: joined ones by a copy, others by a cast.
+    kept = cast + 2 * size * s.layer_weights + (2 * size - F32 - size) * s.joined_weights
+    moved = cast + (kept if remat == "none" else cast)
     # A product's values are read and written once more, into zeros; joined kernels' are cut apart by that.
     placed = (size + F32) * s.layer_weights
     # Casts for the mlp need nothing of the attention.

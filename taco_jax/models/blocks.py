@@ -10,6 +10,7 @@ model's, but K is 1 where kv heads are replicated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,12 +60,23 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 def mlp(x_BLD: jax.Array, params: Mapping[str, Any], config: ModelConfig, par: Parallel) -> jax.Array:
     """This rank's part of `act(x gate) * (x up)`, or of `act(x up)` without a gate, for a `column_input`."""
-    act = activation(config.activation)
-    if config.gated_mlp:
-        gate_BLF, up_BLF = column_parallel(x_BLD, (params["gate"], params["up"]), par)
-        return act(gate_BLF) * up_BLF
-    (up_BLF,) = column_parallel(x_BLD, (params["up"],), par)
-    return act(up_BLF)
+    names = ("gate", "up") if config.gated_mlp else ("up",)
+    return _activated(config.activation, *column_parallel(x_BLD, [params[name] for name in names], par))
+
+
+def _activate(name: str, first_BLF: jax.Array, *up_BLF: jax.Array) -> jax.Array:
+    """Returns `act(first) * up`, or `act(first)` of one array."""
+    y_BLF = activation(name)(first_BLF)
+    return y_BLF * up_BLF[0] if up_BLF else y_BLF
+
+
+# Keeps its arguments alone for the gradient. Where nothing is recomputed, autodiff would keep each step between them
+# too: twice the memory, written and read again.
+_activated = jax.custom_vjp(_activate, nondiff_argnums=(0,))
+_activated.defvjp(
+    lambda name, *ys: (_activate(name, *ys), ys),
+    lambda name, ys, ct: jax.vjp(functools.partial(_activate, name), *ys)[1](ct),
+)
 
 
 def kv_replicated(config: ModelConfig, tp: int) -> bool:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,22 +95,58 @@ def fuses_product(par: Parallel, site: str) -> bool:
 def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:
     """Returns `[x @ d.kernel + d.bias for d in denses]` of a `column_input`, as one product.
 
-    The kernels are joined while they are cast, which reads and writes them once either way.
+    The kernels are joined while they are cast, which reads and writes them once either way; likewise the results'
+    cotangents while they are computed.
     """
     kernels = [_frozen(dense["kernel"]) for dense in denses]
     kernel_DF = _joined_kernel(kernels, par)
     if isinstance(x_BLD, FusedInput):
         x, scales, site = x_BLD
+        x, kernel_DF = _written_once(x, kernel_DF, par.frozen)
         y_BLF = column_product(
             x, kernel_DF, par.axis, par.compression(site), scales, precision=par.precision, site=site
         )
     else:
+        x_BLD, kernel_DF = _written_once(x_BLD, kernel_DF, par.frozen)
         y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
-    ends = [0]
-    for kernel in kernels:
-        ends.append(ends[-1] + kernel.shape[1])
-    ys = _add_adapters(x_BLD, jnp.split(y_BLF, ends[1:-1], axis=-1), [dense["kernel"] for dense in denses], par)
+    ends = tuple(itertools.accumulate(kernel.shape[1] for kernel in kernels[:-1]))
+    ys = _add_adapters(x_BLD, _split(y_BLF, ends), [dense["kernel"] for dense in denses], par)
     return [add_bias(y, dense) for y, dense in zip(ys, denses)]
+
+
+def _written_once(x_BLD: jax.Array, kernel_DF: jax.Array, frozen: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns both; where one is differentiated, the kernel as an array that all products of the two read.
+
+    XLA would put the casts and the joining into each product, in the hope of a kernel that does both. cuBLAS is faster
+    on GPUs, and then each product gets casts and a copy of its own: the recomputation and the input's gradient. Where
+    nothing is differentiated there is one product, which may be small enough for such a kernel.
+    """
+    x_BLD, kernel_DF = _apart(x_BLD, kernel_DF)
+    return x_BLD, lax.stop_gradient(kernel_DF) if frozen else kernel_DF
+
+
+@jax.custom_vjp
+def _apart(x_BLD: jax.Array, kernel_DF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x_BLD, kernel_DF
+
+
+_apart.defvjp(lambda x_BLD, kernel_DF: ((x_BLD, lax.optimization_barrier(kernel_DF)), None), lambda _, cts: cts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _split(y_BLF: jax.Array, ends: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Returns y's parts along its last dim, which end at `ends` and with y.
+
+    The parts' cotangents are computed right into the joined one, which the gradients of input and kernel both read.
+    Without the barrier XLA writes them apart, and joins them once more for each of the two (`_written_once`).
+    """
+    return tuple(jnp.split(y_BLF, ends, axis=-1))
+
+
+_split.defvjp(
+    lambda y_BLF, ends: (_split(y_BLF, ends), None),
+    lambda ends, _, cts: (lax.optimization_barrier(jnp.concatenate(cts, axis=-1)),),
+)
 
 
 _joined: contextvars.ContextVar[dict | None] = contextvars.ContextVar("taco_jax_joined_kernels", default=None)

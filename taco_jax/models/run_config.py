@@ -34,7 +34,8 @@ class Parallel:
     remat: str = "none"
     """What the backward pass recomputes: none, dots (all but matrix products) or full; never communication.
 
-    none also keeps each layer's weights as cast to `dtype`, dots and full cast them again."""
+    none recomputes the mlp's activation alone, of which the gradient needs more than its arguments. It also keeps
+    each layer's weights as cast to `dtype`; dots and full cast them again."""
     dtype: Any = jnp.bfloat16
     """Type of activations, and of weights at use; norms, softmax, rotary positions and loss are float32 in any case."""
     attention_implementation: str | None = None

@@ -1,8 +1,4 @@
-"""The forecast's count of memory traffic is XLA's: bytes and kernels of training steps, as compiled for H100s.
-
-cuBLAS, which takes most products on a GPU, wants joined operands as arrays, that XLA's own products here read one by
-one: those passes are in the forecast and not here, at most a tenth of the bytes.
-"""
+"""The forecast's count of memory traffic is XLA's: bytes and kernels of training steps, as compiled for H100s."""
 
 import dataclasses
 

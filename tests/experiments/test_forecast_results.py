@@ -95,7 +95,7 @@ def test_constants_of_kernels_are_found_again(experiment, monkeypatch):
 
 def test_errors_are_those_of_the_forecast(experiment):
     errors = experiment("forecast_errors")
-    groups = errors.group_errors(list(errors.measured()))
+    groups = errors.group_errors(errors.measured())
     written = json.loads((RESULTS / "forecast" / "summary.json").read_text())
     for name, group in groups.items():
         for where in (written["groups"], load(ERRORS)["groups"]):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -116,7 +117,9 @@ def test_one_chain_leaves_the_program_as_it_is():
         run = Run(QWEN2, tp=2, codec="taco", remat="dots", chains=n, batch=1)
         return run.value_and_grad().lower(*run.arguments()).as_text()
 
-    assert text(1) == text(4) and "optimization_barrier" not in text(1)
+    assert text(1) == text(4)
+    # Joined kernels and cotangents have barriers of their own; those of chains hold several arrays.
+    assert "optimization_barrier" in text(1) and not re.search(r"optimization_barrier %[\w#]+,", text(1))
 
 
 def test_recomputation_neither_sends_nor_multiplies_more():
