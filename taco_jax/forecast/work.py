@@ -155,8 +155,8 @@ AGAIN = {"layernorm": Passes(8, 2, 0, kernels=8), "rmsnorm": Passes(9, 2, 0, ker
 # Gradients, without those of the mlp's activation, by remat or none; sums over all tokens are `sums`.
 # Those of q, k and v are written into the array that both products take.
 BACKWARD = {
-    "layernorm": {False: Passes(16, 2, 0, kernels=36), True: Passes(28, 2, 2, heads=10, kernels=50)},
-    "rmsnorm": {False: Passes(12, 2, 0, kernels=33), True: Passes(24, 2, 2, heads=10, kernels=50)},
+    "layernorm": {False: Passes(16, 2, 0, kernels=34), True: Passes(28, 2, 2, heads=10, kernels=48)},
+    "rmsnorm": {False: Passes(12, 2, 0, kernels=29), True: Passes(24, 2, 2, heads=10, kernels=46)},
 }
 ROTATED_BACK = 2
 # The mlp's activation by pass. Gradients of gate and up: one kernel, which writes both into the array that two products

@@ -110,8 +110,12 @@ def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par:
         x_BLD, kernel_DF = _written_once(x_BLD, kernel_DF, par.frozen)
         y_BLF = jnp.matmul(x_BLD, kernel_DF, precision=par.precision)
     ends = tuple(itertools.accumulate(kernel.shape[1] for kernel in kernels[:-1]))
-    ys = _add_adapters(x_BLD, _split(y_BLF, ends), [dense["kernel"] for dense in denses], par)
-    return [add_bias(y, dense) for y, dense in zip(ys, denses)]
+    if any(isinstance(dense["kernel"], Adapted) for dense in denses):
+        ys = _split(y_BLF, (), ends, (False,) * len(denses))
+        ys = _add_adapters(x_BLD, ys, [dense["kernel"] for dense in denses], par)
+        return [add_bias(y, dense) for y, dense in zip(ys, denses)]
+    biases = [to_varying(d["bias"].astype(jnp.float32), varying_axes(y_BLF)) for d in denses if "bias" in d]
+    return list(_split(y_BLF, tuple(biases), ends, tuple("bias" in d for d in denses)))
 
 
 def _written_once(x_BLD: jax.Array, kernel_DF: jax.Array, frozen: bool) -> tuple[jax.Array, jax.Array]:
@@ -133,20 +137,28 @@ def _apart(x_BLD: jax.Array, kernel_DF: jax.Array) -> tuple[jax.Array, jax.Array
 _apart.defvjp(lambda x_BLD, kernel_DF: ((x_BLD, lax.optimization_barrier(kernel_DF)), None), lambda _, cts: cts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _split(y_BLF: jax.Array, ends: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Returns y's parts along its last dim, which end at `ends` and with y.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _split(y_BLF: jax.Array, biases: tuple[jax.Array, ...], ends: tuple[int, ...],
+           biased: tuple[bool, ...]) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Returns y's parts along its last dim, which end at `ends` and with y, and `add_bias` of those that are biased.
 
-    The parts' cotangents are computed right into the joined one, which the gradients of input and kernel both read.
-    Without the barrier XLA writes them apart, and joins them once more for each of the two (`_written_once`).
+    The parts' cotangents are computed right into the joined one, which the gradients of input, kernel and biases all
+    read. Without the barrier XLA writes them apart, and joins them once more for each product (`_written_once`).
     """
-    return tuple(jnp.split(y_BLF, ends, axis=-1))
+    own = iter(biases)
+    parts = zip(jnp.split(y_BLF, ends, axis=-1), biased)
+    return tuple(add_bias(y, {"bias": next(own)} if has else {}) for y, has in parts)
 
 
-_split.defvjp(
-    lambda y_BLF, ends: (_split(y_BLF, ends), None),
-    lambda ends, _, cts: (lax.optimization_barrier(jnp.concatenate(cts, axis=-1)),),
-)
+def _split_backward(ends, biased, _, cts):
+    ct_BLF = lax.optimization_barrier(jnp.concatenate(cts, axis=-1))
+    if not any(biased):
+        return ct_BLF, ()
+    sums = jnp.split(jnp.sum(ct_BLF.astype(jnp.float32), axis=tuple(range(ct_BLF.ndim - 1))), ends)
+    return ct_BLF, tuple(own for own, has in zip(sums, biased) if has)
+
+
+_split.defvjp(lambda *arguments: (_split(*arguments), None), _split_backward)
 
 
 _joined: contextvars.ContextVar[dict | None] = contextvars.ContextVar("taco_jax_joined_kernels", default=None)

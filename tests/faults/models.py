@@ -351,8 +351,8 @@ MUTANTS = (
         "joined-cotangent",
         "XLA may join cotangents anew for each product",
         "taco_jax/models/projections.py",
-        "(lax.optimization_barrier(jnp.concatenate(cts, axis=-1)),)",
-        "(jnp.concatenate(cts, axis=-1),)",
+        "lax.optimization_barrier(jnp.concatenate(cts, axis=-1))",
+        "jnp.concatenate(cts, axis=-1)",
         ("tests/models/test_joined_products.py -k their_own",),
     ),
     Mutant(
