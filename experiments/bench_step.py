@@ -7,8 +7,9 @@ round, from one set of parameters; other flags go to the trainer. `free` is the 
 (free_communication.py). With (t_none - t) / (t_none - t_free) a table says which share of the time that messages cost
 a variant saves. The link is the machine's; NCCL_P2P_DISABLE=1 before the command gives another one.
 
-variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as
-          the link `product` is auto, with sums in the kernels of their products
+variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as the
+          link `product` is auto, with sums in the kernels of their products. FORWARD/BACKWARD as name or link gives
+          the directions one each, such as taco/none or taco:1:auto/copy
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json; with --profile the kernels of so many
           steps of each variant, by kind (kernel_times.py) in both and one by one in OUT/kernels-VARIANT.csv
 """
@@ -54,9 +55,11 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        codec = "none" if self.name == "free" else self.name
-        link = ["--compression.link", "auto" if self.link == PRODUCT else self.link]
-        product = f"--compression.{'' if self.link == PRODUCT else 'no-'}with-product"
+        codec = "none" if self.name == "free" else self.name.replace("/", ":")
+        forward, _, backward = self.link.partition("/")
+        link = ["--compression.link", "auto" if forward == PRODUCT else forward]
+        link += ["--compression.backward-link", backward] if backward else []
+        product = f"--compression.{'' if forward == PRODUCT else 'no-'}with-product"
         return [*runs.codec_flags(codec), "--chains", str(self.chains), *link, product]
 
 
@@ -65,9 +68,11 @@ def parse(text: str) -> list[Variant]:
     variants = []
     for given in text.split(","):
         name, chains, link, *more = [*given.split(":"), *("1", "auto")[given.count(":") :]]
-        runs.codecs(name, pairs=False, more=["free"])
+        for codec in name.split("/", 1):
+            runs.codecs(codec, pairs=False, more=["free"])
         (count,) = runs.numbers("--variants (chains)", chains, 1)
-        runs.choices("--variants (link)", link, (*LINKS, PRODUCT))
+        for one in link.split("/", 1):
+            runs.choices("--variants (link)", one, (*LINKS, PRODUCT))
         runs.require(not more, "--variants", repr(given), "must be name:chains:link")
         variants.append(Variant(given, name, count, link))
     names = [v.given for v in variants]
@@ -120,7 +125,7 @@ def main(arguments: Sequence[str]) -> None:
     runs.require(args.profile >= 0, "--profile", args.profile, "must be at least 0")
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
     own = {"chains": "a variant has its own: name:chains:link"}
-    own |= {f"compression.{key}": "likewise" for key in ("link", "with-product")}
+    own |= {f"compression.{key}": "likewise" for key in ("link", "backward-link", "with-product")}
     config = runs.experiment(args.config, flags, own, validated=False)
     configs = {v: check(cli.parse(["--config", args.config, *v.flags, *flags])) for v in variants}
     runs.folder("--out", args.out)
@@ -158,7 +163,7 @@ def measure(args, config: TrainConfig, configs: dict[Variant, TrainConfig], mesh
             def traced(program=program, kept=kept):
                 _, kept[0] = program.run(kept[0], batch, args.profile)
 
-            listing = args.out / f"kernels-{variant.given.replace(':', '-')}.csv"
+            listing = args.out / f"kernels-{variant.given.replace(':', '-').replace('/', '-')}.csv"
             program.times = kernel_times.traced(traced, args.profile, listing)
             state = kept[0]
         write(args, config, programs)

@@ -16,10 +16,12 @@ MODEL = ModelConfig(
 MESSAGE = 4 * 512 * 2048  # of a chain
 
 
-def compiled_step(codec, chains, **changes):
-    mesh = jax.sharding.Mesh(np.array(devices()).reshape(1, 1, 4), ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
+def compiled_step(codec, chains, tp=4, backward_link=None, **changes):
+    grid = np.array(devices(tp)).reshape(1, 1, tp)
+    mesh = jax.sharding.Mesh(grid, ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    compression = CompressionConfig(codec, codec, min_bytes=0, link="nccl", backward_link=backward_link)
     config = TrainConfig(
-        model=MODEL, mesh=MeshConfig(tp=4), compression=CompressionConfig(codec, codec, min_bytes=0, link="nccl"),
+        model=MODEL, mesh=MeshConfig(tp=tp), compression=compression,
         data=DataConfig(sequence_length=512), global_batch=8, remat="full", chains=chains,
         attention_implementation="xla", **changes,
     )  # fmt: skip
@@ -49,6 +51,14 @@ def test_messages_travel_beside_products(codec, hops, sequence_parallel):
         assert sum(map(bool, forward)) >= 3 * hops
         assert sum(map(bool, backward)) >= 4 * hops - 1
     assert sum(map(bool, backward)) > sum(map(bool, in_layers(one, True)))
+
+
+def test_copies_travel_beside_the_products_of_weights():
+    """The gradients of a layer's inputs are two copies, each beside the product that is the weights' gradient."""
+    compiled = compiled_step("taco", 1, tp=2, backward_link="copy")
+    copies = [(i, n) for i, n in beside_collectives(compiled, MESSAGE) if i.opcode == "collective-permute"]
+    in_layers = [n for i, n in copies if "while/body" in i.text]
+    assert len(in_layers) == 2 and all(in_layers)
 
 
 def test_two_chains_send_the_bytes_of_one():

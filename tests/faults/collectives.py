@@ -50,6 +50,22 @@ MUTANTS = (
         ("tests/collectives/test_comm_log.py -k rows_are", "tests/collectives/test_collectives.py -k values_bytes"),
     ),
     Mutant(
+        "copied-to-itself",
+        "the wire of a copied sum comes back to the rank that sent it",
+        "taco_jax/collectives/peer_copy.py",
+        "((0, 1), (1, 0))",
+        "((0, 0), (1, 1))",
+        ("tests/collectives/test_peer_copy.py -k exchange",),
+    ),
+    Mutant(
+        "copied-beside-nothing",
+        "the product of a weight's gradient is not ordered beside the copy of its input's",
+        "taco_jax/collectives/matmul_psum.py",
+        "    dw = message.overlap_with(dw)\n",
+        "",
+        ("tests/collectives/test_peer_copy.py -k beside",),
+    ),
+    Mutant(
         "ring-order",
         "what arrives by the ring is put in the places of other ranks",
         "taco_jax/collectives/transport.py",
