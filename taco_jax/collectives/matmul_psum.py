@@ -33,6 +33,11 @@ from taco_jax.collectives.message import Label, Message
 from taco_jax.collectives.vjp import AMAX_NAME, OUTPUT_NAME, as_slot, start_all_reduce
 from taco_jax.compat import barrier
 from taco_jax.compression import dispatch
+from taco_jax.compression.site_scales import merge_uses
+
+PIECE_ROWS = 256
+MIN_PIECES_BYTES = 32 << 20
+"""Bytes of a product from which on its sum is copied in two pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Product:
     message: Message
     transposed: bool
     precision: Any = None
+
+    @property
+    def weight_first(self) -> bool:
+        """Returns whether gradients' sums are copied: no dw may be left for a time at which nothing travels."""
+        # The backward message of the layer's other product is as large, and in the same direction.
+        return dataclasses.replace(self.message, label=Label(direction="backward")).link == "copy"
 
     def term(self, x, w):
         return jnp.matmul(x, w.T if self.transposed else w, precision=self.precision)
@@ -56,10 +67,9 @@ def product_psum(x, w, axis_name, *, compression, precision=None, site="psum", s
     call = check_call("product_psum", axis_name, compression, scales=scales)
     label = Label(site, "forward", comm_log.current_calls("forward"))
     found = Product(call.message(label, result.shape, _nbytes(result)), transposed=False, precision=precision)
-    if not takes(found, x, w):
-        # The backward message of the layer's other product is as large, and in the same direction.
-        copied = call.message(Label(site, "backward"), result.shape, _nbytes(result)).link == "copy"
-        product = (_weight_first if copied else _matmul)(x, w, precision)
+    in_pieces = x.dtype == w.dtype and copies(found.message, result) and first_rows(result) is not None
+    if not in_pieces and not takes(found, x, w):
+        product = (_weight_first if found.weight_first else _matmul)(x, w, precision)
         return psum(product, axis_name, compression=compression, site=site, scales=scales)
     exponents, slot = (None, None) if scales is None else (scales.exponents, scales.slot)
     return _psum(found, to_varying(x, axis_name), to_varying(w, axis_name), exponents, slot)
@@ -118,6 +128,7 @@ def _psum_fwd(product, x, w, exponents, slot):
 def _psum_bwd(product, residuals, ct):
     x, w, measure, slot = residuals
     dx, dw = jax.vjp(product.term, x, w)[1](to_varying(ct, product.message.axis))
+    dx, dw = barrier(dx, dw) if product.weight_first else (dx, dw)
     return dx, dw, None, None if slot is None else jnp.stack([as_slot(measure, slot[0]), jnp.zeros_like(slot[1])])
 
 
@@ -196,6 +207,8 @@ _sum_beside.defvjp(_sum_beside_fwd, _sum_beside_bwd)
 def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
     """(the sum over the ranks of the product, its measure)."""
     message, (axis,) = product.message, axis_tuple(product.message.axis)
+    if message.link == "copy":
+        return _sum_in_pieces(product, x, w, exponent)
     fmt = dispatch.to_format(message.codec)
 
     def fused(x, w, exponent):
@@ -210,6 +223,35 @@ def _sum(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
     in_two_hops = dataclasses.replace(message, algorithm="two_shot", why="that of the kernel with its product")
     in_two_hops.record("psum", y.size, y.dtype, [("custom-call", kernels.frame_bytes(fmt, y.size))] * 2)
     return y, measure
+
+
+def _sum_in_pieces(product: Product, x, w, exponent) -> tuple[jax.Array, jax.Array]:
+    """`_sum` whose wires are copied in two pieces of rows: the first beside the second's product, the second beside the
+    sum of the first's wires. The bits are those of one piece."""
+    message, rows_MK = product.message, x.reshape(-1, x.shape[-1])
+    m = first_rows(jax.ShapeDtypeStruct((rows_MK.shape[0], w.shape[1]), x.dtype))
+    start = functools.partial(peer_copy.start, message, exponent=exponent, key=None, record=False)
+    first = start(product.term(rows_MK[:m], w))
+    second = start(first.overlap_with(product.term(rows_MK[m:], w)))
+    y, measure = first.done()
+    y, (z, other) = second.overlap_with(y), second.done()
+    peer_copy.record_pieces(message, jax.ShapeDtypeStruct((y.size + z.size,), x.dtype), [y.size, z.size])
+    return jnp.concatenate([y, z]).reshape(*x.shape[:-1], -1), merge_uses(jnp.stack([measure, other]))
+
+
+def first_rows(y) -> int | None:
+    """Returns how many rows of a product y [..., N] are in the first of two pieces; None where it stays whole.
+
+    Tiles of 256 rows and 128 columns go to 132 multiprocessors in waves (H200). Of all splits that need no more waves
+    than the whole product it is the one whose second piece, the one that travels beside least, is smallest, but for
+    pieces below a quarter: beside their product the first one's wires would not be through.
+    """
+    rows, columns = y.size // y.shape[-1], y.shape[-1]
+    blocks, waves = rows // PIECE_ROWS, lambda blocks: -(-blocks * -(-columns // 128) // 132)
+    if rows % PIECE_ROWS or _nbytes(y) < MIN_PIECES_BYTES:
+        return None
+    fitting = [n for n in range(blocks // 2, blocks * 3 // 4 + 1) if waves(n) + waves(blocks - n) <= waves(blocks)]
+    return PIECE_ROWS * max(fitting, default=blocks * 3 // 4)
 
 
 def _sum_fwd(product, x, w, exponent):

@@ -15,6 +15,7 @@ which products are slower by more than is won (`experiments/results/step_nvlink_
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 from jax import lax
@@ -54,14 +55,21 @@ def why_unsupported(message: Message, x: jax.Array) -> str | None:
     return None
 
 
-def start(message: Message, x: jax.Array, exponent, key) -> AsyncCollective:
-    """The sum of x over two ranks, its hop started: varying -> invarying, x's shape and dtype, with its measure."""
-    # Where the tuned values say another one, it is of other links.
+def start(message: Message, x: jax.Array, exponent, key, *, record: bool = True) -> AsyncCollective:
+    """The sum of x over two ranks, its hop started: varying -> invarying, x's shape and dtype, with its measure.
+
+    record: the sum is listed in the site table.
+    """
+    return AsyncCollective(_exchange(message, x, exponent, key, record), 1)
+
+
+def record_pieces(message: Message, x, elements: Sequence[int]) -> None:
+    """Lists the sum of x that goes in pieces of so many elements."""
     message = dataclasses.replace(message, algorithm="one_shot", why="that of a copy")
-    return AsyncCollective(_exchange(message, x, exponent, key), 1)
+    message.record("psum", x.size, x.dtype, [("collective-permute", message.codec.wire_bytes(n)) for n in elements])
 
 
-def _exchange(message: Message, x: jax.Array, exponent, key) -> Hopping:
+def _exchange(message: Message, x: jax.Array, exponent, key, record: bool) -> Hopping:
     (axis,), codec = axis_tuple(message.axis), message.codec
     x_S = to_varying(x, axis).reshape(-1)
     geometry = dispatch.Geometry(x.size, 1, x.size)
@@ -73,5 +81,6 @@ def _exchange(message: Message, x: jax.Array, exponent, key) -> Hopping:
     y = dispatch.sum_decode_apart(
         codec, own, received, lax.axis_index(axis), x.size, dtype=x.dtype, exponent=exponent, backend=message.backend
     )
-    message.record("psum", x.size, x.dtype, [("collective-permute", own.size)])
+    if record:
+        record_pieces(message, x, [x.size])
     return same_on_all_ranks(y.reshape(x.shape), axis), measure

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import taco_jax
 from pallas_kernels import KernelUnavailableError
-from taco_jax.collectives import comm_log, peer_copy
+from taco_jax.collectives import comm_log, matmul_psum, peer_copy
 from taco_jax.compression.compression import Compression
 from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
@@ -74,6 +74,42 @@ def test_values_and_gradients_have_the_bits_of_the_exchange(codec, way):
     assert "collective-permute" in text and ("all-gather" in text) == (way["link"] == "nccl")
 
 
+@pytest.fixture
+def pieces(monkeypatch):
+    """Sums of products of 64 rows go in two pieces."""
+    monkeypatch.setattr(matmul_psum, "MIN_PIECES_BYTES", 0)
+    monkeypatch.setattr(matmul_psum, "PIECE_ROWS", 16)
+    assert matmul_psum.first_rows(jax.ShapeDtypeStruct((ROWS, D), jnp.bfloat16)) == 48
+
+
+@pytest.mark.parametrize("codec", ["taco", "int4h"])
+def test_two_pieces_have_the_bits_of_one(codec, pieces):
+    wanted, _, _ = first_and_second(codec, (("link", "nccl"),))
+    found, text, table = first_and_second.__wrapped__(codec, (("link", "copy"),))
+    # Second derivatives are exact, as those of a product and its sum in one kernel are.
+    jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
+    hops = {row.site: row.hlo for row in table.rows() if row.direction == "forward"}["down"]
+    wire = Compression(codec).codecs[0].wire_bytes
+    assert hops == tuple(("collective-permute", "uint8", wire(rows * D)) for rows in (48, 16))
+    assert all(f"u8[{size}]" in text for _, _, size in hops)
+
+
+def test_the_second_piece_s_product_is_beside_the_first_copy(pieces):
+    f = jax.shard_map(functools.partial(mlp, Compression("taco", min_bytes=0, link="copy")), mesh=mesh(),
+                      in_specs=SPECS, out_specs=P())  # fmt: skip
+    text = str(jax.make_jaxpr(f)(*arguments()))
+    beside = [line for line in text.splitlines() if "optimization_barrier" in line]
+    wire = Compression("taco").codecs[0].wire_bytes
+    assert any(f"u8[{wire(48 * D)}]" in line and f"bf16[16,{D}]" in line for line in beside), beside
+    assert any(f"u8[{wire(16 * D)}]" in line and f"bf16[48,{D}]" in line for line in beside), beside
+
+
+def test_pieces_need_no_more_waves_of_tiles():
+    rows = lambda *shape: matmul_psum.first_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert rows(4, 4096, 3584) == rows(16384, 3584) == 47 * 256
+    assert rows(16384, 512) is None and rows(16000, 3584) is None
+
+
 @pytest.mark.parametrize("way", WAYS, ids=("both", "backward"))
 def test_products_of_gradients_are_ordered_beside_the_copy(way):
     """The weight's gradient and the wire that arrives pass one barrier, and so do both gradients of the row product."""
@@ -86,8 +122,8 @@ def test_products_of_gradients_are_ordered_beside_the_copy(way):
     assert any(f"bf16[{F // 2},{D}]" in line and f"bf16[{ROWS},{F // 2}]" in line for line in barriers), barriers
 
 
-def test_slots_measure_both_messages():
-    """Calibrated sites of the copied sums send and measure what the exchange's do."""
+def test_slots_measure_both_messages(request):
+    """Calibrated sites of the copied sums, in pieces too, send and measure what the exchange's do."""
 
     exponents = jnp.array([-2, -6], jnp.int32)
 
@@ -106,6 +142,8 @@ def test_slots_measure_both_messages():
         return compiled(own, specs, *arguments(), slots, out=[P("tp")] * 2)(*arguments(), slots)
 
     wanted = measures({"link": "nccl"})
+    jax.tree.map(np.testing.assert_array_equal, measures({"link": "copy"}), wanted)
+    request.getfixturevalue("pieces")
     jax.tree.map(np.testing.assert_array_equal, measures({"link": "copy"}), wanted)
     assert all((np.asarray(slot)[:, row] > 0).all() for slot, row in zip(wanted, (1, 0)))
 
