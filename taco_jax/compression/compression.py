@@ -221,7 +221,7 @@ class Compression:
     @property
     def knows_products(self) -> bool:
         """Returns whether a layer's sums are joined with its products (`taco_jax.collectives.matmul_psum`)."""
-        return self.with_product or (self.link if self.backward_link is None else self.backward_link) == "copy"
+        return self.with_product or "copy" in (self.link, self.backward_link)
 
     @property
     def is_exact(self) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import nvlink
 from pallas_kernels.nvlink import hardware
-from taco_jax.collectives import peer_copy
+from taco_jax.collectives import matmul_psum, peer_copy
 from taco_jax.compression import chains as rule
 from taco_jax.compression.compression import FEEDBACK_KEYS, Compression
 from taco_jax.config import TrainConfig, chains, microbatch, sequence_parallel
@@ -27,17 +27,29 @@ MIN_COPY_BYTES = 32 << 20
 """Bytes of a gradient as it is computed, below which its sum takes one kernel: copies were measured at 112 MiB, and the
 host's part of one, where it waits for the other GPU's thread, does not get shorter with the message."""
 
+# Whether the mlp's sum of the forward pass goes in pieces, too: not before a record shows what that brings.
+PIECES = False
+LONG_PRODUCT = "mlp/down"
+
 # What XLA is told where wires are copied. It supposes that a copy takes long, as a message of chains does, so that it
-# ends where it is needed.
-_LONG = "xla_gpu_experimental_collective_perf_table_path"
-COPY_OPTIONS = {**peer_copy.COMPILER_OPTIONS, _LONG: rule.CHAIN_OPTIONS[_LONG]}
+# ends where it is needed, and products of one matrix stay two.
+_OF_CHAINS = ("xla_gpu_experimental_collective_perf_table_path", "xla_gpu_dot_merger_threshold_mb")
+COPY_OPTIONS = {**peer_copy.COMPILER_OPTIONS, **{name: rule.CHAIN_OPTIONS[name] for name in _OF_CHAINS}}
 
 
 def choose(plan: Mapping[str, Compression | None], config: TrainConfig, mesh: Mesh) -> dict[str, Compression | None]:
     """Returns the plan with a link for each direction of sites that leave both open, where copies pay."""
     if why_not_copied(config, mesh) is not None:
         return dict(plan)
-    return {site: _chosen(compression) for site, compression in plan.items()}
+    in_pieces = PIECES and _in_pieces(config)
+    return {site: _chosen(c, in_pieces and site.endswith(LONG_PRODUCT)) for site, c in plan.items()}
+
+
+def _in_pieces(config: TrainConfig) -> bool:
+    """Returns whether the sum of the mlp's product is copied in two pieces, the first beside the second's product."""
+    rows, model = microbatch(config) * config.data.sequence_length, config.model
+    y = jax.ShapeDtypeStruct((rows, model.d_model), jnp.dtype(config.compute_dtype))
+    return matmul_psum.first_rows(y, inner=model.d_mlp // config.mesh.tp) is not None
 
 
 def why_not_copied(config: TrainConfig, mesh: Mesh) -> str | None:
@@ -62,11 +74,12 @@ def describe(plan: Iterable[tuple[str, Compression | None]], config: TrainConfig
     """Returns which sums copy engines bring, and why."""
     sites = [c for _, c in plan if c is not None]
     both, backward = (any(getattr(c, key) == "copy" for c in sites) for key in ("link", "backward_link"))
-    if both:
-        return "copied: sums, as configured"
+    if config.compression.link == "copy" or config.compression.backward_link == "copy":
+        which = "sums" if both else "gradients' sums"
+        return f"copied: {which} (as configured)"
     if backward:
-        asked = config.compression.backward_link == "copy"
-        return f"copied: gradients' sums ({'as configured' if asked else 'beside the products of their weights'})"
+        more = ", and the mlp's beside their own product" if both else ""
+        return f"copied: gradients' sums, beside the products of their weights{more}"
     return f"copied: no sums ({why_not_copied(config, mesh) or 'as configured'})"
 
 
@@ -78,10 +91,10 @@ def compiler_options(plan: Iterable[tuple[str, Compression | None]], count: int,
     return options or None
 
 
-def _chosen(compression: Compression | None) -> Compression | None:
+def _chosen(compression: Compression | None, in_pieces: bool) -> Compression | None:
     c = compression
-    if c is None or c.link != "auto" or c.backward_link is not None or c.with_product:
+    if c is None or c.link != "auto" or c.backward_link is not None or c.with_product or c.is_exact:
         return c
     if c.algorithm not in ("auto", "one_shot") or any(getattr(c, key) for key in FEEDBACK_KEYS):
         return c
-    return dataclasses.replace(c, backward_link="copy")
+    return dataclasses.replace(c, link="copy" if in_pieces else "auto", backward_link="copy")

@@ -78,8 +78,9 @@ def test_values_and_gradients_have_the_bits_of_the_exchange(codec, way):
 def pieces(monkeypatch):
     """Sums of products of 64 rows go in two pieces."""
     monkeypatch.setattr(matmul_psum, "MIN_PIECES_BYTES", 0)
+    monkeypatch.setattr(matmul_psum, "MIN_PIECES_INNER", 0)
     monkeypatch.setattr(matmul_psum, "PIECE_ROWS", 16)
-    assert matmul_psum.first_rows(jax.ShapeDtypeStruct((ROWS, D), jnp.bfloat16)) == 48
+    assert matmul_psum.first_rows(jax.ShapeDtypeStruct((ROWS, D), jnp.bfloat16), F // 2) == 48
 
 
 @pytest.mark.parametrize("codec", ["taco", "int4h"])
@@ -105,9 +106,9 @@ def test_the_second_piece_s_product_is_beside_the_first_copy(pieces):
 
 
 def test_pieces_need_no_more_waves_of_tiles():
-    rows = lambda *shape: matmul_psum.first_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    rows = lambda *shape, inner=9472: matmul_psum.first_rows(jax.ShapeDtypeStruct(shape, jnp.bfloat16), inner)
     assert rows(4, 4096, 3584) == rows(16384, 3584) == 47 * 256
-    assert rows(16384, 512) is None and rows(16000, 3584) is None
+    assert rows(16384, 512) is None and rows(16000, 3584) is None and rows(16384, 3584, inner=1792) is None
 
 
 @pytest.mark.parametrize("way", WAYS, ids=("both", "backward"))
@@ -179,6 +180,8 @@ def test_the_trainer_chooses_links_where_copies_pay(monkeypatch):
     assert {(c.link, c.backward_link) for c in on().values()} == {("auto", "copy")}
     for asked in ({"link": "nccl"}, {"backward_link": "auto"}, {"with_product": True}, {"algorithm": "two_shot"}):
         assert on(**asked) == resolve_plan(config(**asked)), asked
+    exact = dataclasses.replace(config(), compression=CompressionConfig("none", "none"))
+    assert links.choose(resolve_plan(exact), exact, None) == resolve_plan(exact)
     fed = on(error_feedback=True)
     assert {c.backward_link for c in fed.values() if c.error_feedback} <= {None}
 
@@ -238,7 +241,7 @@ def test_a_dry_run_says_what_is_copied():
 
     assert said() == "copied: no sums (copies are for GPUs that one process drives)"
     assert said(backward_link="copy") == "copied: gradients' sums (as configured)"
-    assert said(link="copy") == "copied: sums, as configured"
+    assert said(link="copy") == "copied: sums (as configured)"
 
 
 @pytest.mark.slow

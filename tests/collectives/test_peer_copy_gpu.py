@@ -17,6 +17,8 @@ import taco_jax
 from pallas_kernels.nvlink import hardware
 from taco_jax import Compression
 from taco_jax.collectives.peer_copy import COMPILER_OPTIONS
+from taco_jax.tensor_parallel import row_dense
+from taco_jax.train.links import COPY_OPTIONS
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +50,29 @@ def run(mesh, codec, rows, link):
     first, second = (np.asarray(shard.data).view(np.uint16) for shard in compiled(x, add).addressable_shards)
     assert (first == second).all()
     return first
+
+
+def run_product(mesh, codec, link):
+    """Returns the bits of two products of integers, which every kernel computes exactly, and their sums."""
+    compression = Compression(codec, link=link, min_bytes=0)
+    draw = lambda i, shape: jax.random.randint(jax.random.key(i), shape, -2, 3).astype(jnp.bfloat16)
+    x = jax.device_put(draw(0, (16384, 2 * 4096)), NamedSharding(mesh, P(None, "tp")))
+    w = jax.device_put(draw(1, (2 * 4096, 3584)), NamedSharding(mesh, P("tp")))
+
+    def f(x, w):
+        return sum(row_dense(x * (i + 1), w, axis="tp", compression=compression, site="down") for i in range(2))
+
+    lowered = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())).lower(x, w)
+    compiled = lowered.compile(compiler_options=dict(COPY_OPTIONS) if link == "copy" else None)
+    assert ("collective-permute" in compiled.as_text()) == (link == "copy")
+    first, second = (np.asarray(shard.data).view(np.uint16) for shard in compiled(x, w).addressable_shards)
+    assert (first == second).all()
+    return first
+
+
+@pytest.mark.parametrize("codec", ["taco", "int4h"])
+def test_bits_of_products_in_pieces(mesh, codec):
+    assert (run_product(mesh, codec, "copy") == run_product(mesh, codec, "nccl")).all()
 
 
 @functools.cache
