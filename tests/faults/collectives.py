@@ -66,6 +66,22 @@ MUTANTS = (
         ("tests/collectives/test_peer_copy.py -k beside",),
     ),
     Mutant(
+        "pieces-swapped",
+        "the pieces of a sum whose wires are copied are put together the wrong way round",
+        "taco_jax/collectives/matmul_psum.py",
+        "jnp.concatenate([y, z])",
+        "jnp.concatenate([z, y])",
+        ("tests/collectives/test_peer_copy.py -k bits_of_one",),
+    ),
+    Mutant(
+        "pieces-beside-nothing",
+        "the second piece's product is not ordered beside the first one's copy",
+        "taco_jax/collectives/matmul_psum.py",
+        "start(first.overlap_with(product.term(tail_MK, w)))",
+        "start(product.term(tail_MK, w))",
+        ("tests/collectives/test_peer_copy.py -k beside_the_first",),
+    ),
+    Mutant(
         "ring-order",
         "what arrives by the ring is put in the places of other ranks",
         "taco_jax/collectives/transport.py",
@@ -392,8 +408,8 @@ MUTANTS = (
         "times-link",
         "a message goes over NVLink in one kernel though separate kernels were measured as faster",
         "taco_jax/collectives/message.py",
-        'return "nccl" if self.separate else self.compression.link',
-        "return self.compression.link",
+        'return "nccl" if self.separate and link != "copy" else link',
+        "return link",
         ("tests/compression/test_tuned.py -k link_that_was_faster",),
     ),
 )

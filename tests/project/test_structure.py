@@ -106,7 +106,6 @@ SHORT = {
         "serve.py": ENTRY,
         "tensor_parallel.py": FACADE,
         "train/__main__.py": ENTRY,
-        "train/links.py": "a choice that step.py, which is long, needs not hold",
     },
     "pallas_kernels": {
         "matmul_all_reduce/support.py": "answers without a GPU, as every package's support.py",
