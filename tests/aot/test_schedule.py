@@ -16,13 +16,13 @@ MODEL = ModelConfig(
 MESSAGE = 4 * 512 * 2048  # of a chain
 
 
-def compiled_step(codec, chains, tp=4, backward_link=None, **changes):
+def compiled_step(codec, chains, tp=4, link="nccl", backward_link=None, global_batch=8, **changes):
     grid = np.array(devices(tp)).reshape(1, 1, tp)
     mesh = jax.sharding.Mesh(grid, ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
-    compression = CompressionConfig(codec, codec, min_bytes=0, link="nccl", backward_link=backward_link)
+    compression = CompressionConfig(codec, codec, min_bytes=0, link=link, backward_link=backward_link)
     config = TrainConfig(
         model=MODEL, mesh=MeshConfig(tp=tp), compression=compression,
-        data=DataConfig(sequence_length=512), global_batch=8, remat="full", chains=chains,
+        data=DataConfig(sequence_length=512), global_batch=global_batch, remat="full", chains=chains,
         attention_implementation="xla", **changes,
     )  # fmt: skip
     return build(config, mesh).step
@@ -59,6 +59,16 @@ def test_copies_travel_beside_the_products_of_weights():
     copies = [(i, n) for i, n in beside_collectives(compiled, MESSAGE) if i.opcode == "collective-permute"]
     in_layers = [n for i, n in copies if "while/body" in i.text]
     assert len(in_layers) == 2 and all(in_layers)
+
+
+def test_a_piece_travels_beside_the_product_of_the_next():
+    """The mlp's sum of the forward pass is two copies: a product is beside the larger one, which comes first."""
+    compiled = compiled_step("taco", 1, tp=2, link="copy", global_batch=16)
+    copies = beside_collectives(compiled, MESSAGE // 2)
+    found = [(i, n) for i, n in copies if i.opcode == "collective-permute" and "transpose(" not in i.text]
+    first, second, *_ = [n for i, n in found if "while/body" in i.text][-2:]
+    assert first and not second
+    assert len({i.elements for i, _ in found[-2:]}) == 2
 
 
 def test_two_chains_send_the_bytes_of_one():
