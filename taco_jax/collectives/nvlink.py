@@ -32,7 +32,7 @@ from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import axis_tuple, mesh_of, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.transport import chunk_elements
-from taco_jax.compat import as_varying, varying_axes
+from taco_jax.compat import as_varying, barrier, varying_axes
 from taco_jax.compression import dispatch
 
 
@@ -119,7 +119,9 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
             **exact,
         )
     (y,) = yield [y]
-    return y.reshape(x.shape), measure
+    # XLA fuses an addition to the residual stream and the norm behind it, but not with the kernel's rows among them.
+    (y,) = barrier(y.reshape(x.shape))
+    return y, measure
 
 
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
