@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from aot.instructions import beside_collectives, collectives
+from aot.instructions import beside_collectives, collectives, computations
 from aot.topology import devices
 from jax.sharding import AxisType
 
+from pallas_kernels import compat
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.train.step import build
 
@@ -69,6 +70,16 @@ def test_a_piece_travels_beside_the_product_of_the_next():
     first, second, *_ = [n for i, n in found if "while/body" in i.text][-2:]
     assert first and not second
     assert len({i.elements for i, _ in found[-2:]}) == 2
+
+
+@pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="NVLink kernels need jax 0.11")
+def test_the_norm_adds_attention_s_sum_to_the_stream():
+    """Of a layer's two additions one stays by itself, at its end: the other is part of the norm's kernel."""
+    compiled = compiled_step("taco", 1, tp=2, link="nvlink")
+    layer = [i for body in computations(compiled).values() for i in body if "jvp()/while/body" in i.text]
+    forward = [i for i in layer if "transpose(" not in i.text and i.opcode == "fusion" and i.elements == 2 * MESSAGE]
+    additions = [i for i in forward if '/add"' in i.text and "__triton" not in i.text]
+    assert len(additions) == 1, additions
 
 
 def test_two_chains_send_the_bytes_of_one():
