@@ -32,9 +32,11 @@ PIECES = False
 LONG_PRODUCT = "mlp/down"
 
 # What XLA is told where wires are copied. It supposes that a copy takes long, as a message of chains does, so that it
-# ends where it is needed, and products of one matrix stay two.
-_OF_CHAINS = ("xla_gpu_experimental_collective_perf_table_path", "xla_gpu_dot_merger_threshold_mb")
-COPY_OPTIONS = {**peer_copy.COMPILER_OPTIONS, **{name: rule.CHAIN_OPTIONS[name] for name in _OF_CHAINS}}
+# ends where it is needed.
+_LONG, _APART = "xla_gpu_experimental_collective_perf_table_path", "xla_gpu_dot_merger_threshold_mb"
+COPY_OPTIONS = {**peer_copy.COMPILER_OPTIONS, _LONG: rule.CHAIN_OPTIONS[_LONG]}
+# With pieces the two products of one matrix stay two.
+PIECE_OPTIONS = {**COPY_OPTIONS, _APART: rule.CHAIN_OPTIONS[_APART]}
 
 
 def choose(plan: Mapping[str, Compression | None], config: TrainConfig, mesh: Mesh) -> dict[str, Compression | None]:
@@ -86,7 +88,10 @@ def describe(plan: Iterable[tuple[str, Compression | None]], config: TrainConfig
 def compiler_options(plan: Iterable[tuple[str, Compression | None]], count: int, platform: str):
     """Returns XLA's options for layers in so many chains, and for copies where the plan has some; None for none."""
     options = rule.compiler_options(count, platform) or {}
-    if platform != "cpu" and any(c is not None and "copy" in (c.link, c.backward_link) for _, c in plan):
+    compressions = [c for _, c in plan if c is not None]
+    if platform != "cpu" and any(c.link == "copy" for c in compressions):
+        options |= rule.unless_in_flags(PIECE_OPTIONS)
+    elif platform != "cpu" and any(c.backward_link == "copy" for c in compressions):
         options |= rule.unless_in_flags(COPY_OPTIONS)
     return options or None
 

@@ -226,7 +226,8 @@ def test_xla_is_told_of_copies(monkeypatch):
     assert links.compiler_options(plan(), 1, "gpu") is None
     assert links.compiler_options(plan(link="copy"), 2, "cpu") is None
     both = links.compiler_options(plan(link="copy"), 2, "gpu")
-    assert both == links.rule.CHAIN_OPTIONS | links.COPY_OPTIONS
+    assert both == links.rule.CHAIN_OPTIONS | links.PIECE_OPTIONS
+    assert links.compiler_options(plan(link="copy"), 1, "gpu") == links.PIECE_OPTIONS
     (name,) = peer_copy.COMPILER_OPTIONS
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=COLLECTIVES_PRIVATE_MEMORY")
     assert name not in links.compiler_options(plan(link="copy"), 1, "gpu")

@@ -18,7 +18,7 @@ from pallas_kernels.nvlink import hardware
 from taco_jax import Compression
 from taco_jax.collectives.peer_copy import COMPILER_OPTIONS
 from taco_jax.tensor_parallel import row_dense
-from taco_jax.train.links import COPY_OPTIONS
+from taco_jax.train.links import PIECE_OPTIONS
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def run_product(mesh, codec, link):
         return sum(row_dense(x * (i + 1), w, axis="tp", compression=compression, site="down") for i in range(2))
 
     lowered = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())).lower(x, w)
-    compiled = lowered.compile(compiler_options=dict(COPY_OPTIONS) if link == "copy" else None)
+    compiled = lowered.compile(compiler_options=dict(PIECE_OPTIONS) if link == "copy" else None)
     assert ("collective-permute" in compiled.as_text()) == (link == "copy")
     first, second = (np.asarray(shard.data).view(np.uint16) for shard in compiled(x, w).addressable_shards)
     assert (first == second).all()
