@@ -7,8 +7,10 @@ round, from one set of parameters; other flags go to the trainer. `free` is the 
 (free_communication.py). With (t_none - t) / (t_none - t_free) a table says which share of the time that messages cost
 a variant saves. The link is the machine's; NCCL_P2P_DISABLE=1 before the command gives another one.
 
-variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as
-          the link `product` is auto, with sums in the kernels of their products
+variants  name[:chains[:link]]: a codec of the trainer's, `none` or `free`; chains 1 and link auto unless said; as the
+          link `product` is auto, with sums in the kernels of their products, and `pieces` is auto with the mlp's sum
+          copied in two pieces, one beside the other's product. FORWARD/BACKWARD as name or link gives the directions
+          one each, such as taco/none, taco:1:auto/copy or taco:1:auto/auto, which copies nothing
 output    OUT/README.md (hardware, commit, command, table), OUT/summary.json; with --profile the kernels of so many
           steps of each variant, by kind (kernel_times.py) in both and one by one in OUT/kernels-VARIANT.csv
 """
@@ -35,12 +37,13 @@ from taco_jax.compression.compression import LINKS
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
-from taco_jax.train import step
+from taco_jax.train import links, step
 
 # Steps before the first that counts: allocation, the first collectives.
 WARM_UP = 2
 # In the place of a link.
 PRODUCT = "product"
+PIECES = "pieces"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +57,11 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        codec = "none" if self.name == "free" else self.name
-        link = ["--compression.link", "auto" if self.link == PRODUCT else self.link]
-        product = f"--compression.{'' if self.link == PRODUCT else 'no-'}with-product"
+        codec = "none" if self.name == "free" else self.name.replace("/", ":")
+        forward, _, backward = self.link.partition("/")
+        link = ["--compression.link", "auto" if forward in (PRODUCT, PIECES) else forward]
+        link += ["--compression.backward-link", backward] if backward else []
+        product = f"--compression.{'' if forward == PRODUCT else 'no-'}with-product"
         return [*runs.codec_flags(codec), "--chains", str(self.chains), *link, product]
 
 
@@ -65,9 +70,11 @@ def parse(text: str) -> list[Variant]:
     variants = []
     for given in text.split(","):
         name, chains, link, *more = [*given.split(":"), *("1", "auto")[given.count(":") :]]
-        runs.codecs(name, pairs=False, more=["free"])
+        for codec in name.split("/", 1):
+            runs.codecs(codec, pairs=False, more=["free"])
         (count,) = runs.numbers("--variants (chains)", chains, 1)
-        runs.choices("--variants (link)", link, (*LINKS, PRODUCT))
+        for one in link.split("/", 1):
+            runs.choices("--variants (link)", one, (*LINKS, PRODUCT, PIECES))
         runs.require(not more, "--variants", repr(given), "must be name:chains:link")
         variants.append(Variant(given, name, count, link))
     names = [v.given for v in variants]
@@ -98,8 +105,19 @@ class Compiled:
         return seconds, state
 
 
-def compiled(config: TrainConfig, mesh, free: bool) -> Compiled:
-    with free_communication.messages_left_out() if free else contextlib.nullcontext():
+@contextlib.contextmanager
+def in_pieces(on: bool):
+    """The mlp's sums of steps that are built inside of it are copied in pieces, where that can be, or are not."""
+    before, links.PIECES = links.PIECES, on
+    try:
+        yield
+    finally:
+        links.PIECES = before
+
+
+def compiled(config: TrainConfig, mesh, variant: Variant) -> Compiled:
+    left_out = free_communication.messages_left_out if variant.name == "free" else contextlib.nullcontext
+    with left_out(), in_pieces(variant.link == PIECES or links.PIECES):
         program = step.build(config, mesh)
         return Compiled(program, program.step, program.init_scales())
 
@@ -120,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
     runs.require(args.profile >= 0, "--profile", args.profile, "must be at least 0")
     runs.file("--config", Path(args.config), "name an experiment, such as experiments/qwen7b.py")
     own = {"chains": "a variant has its own: name:chains:link"}
-    own |= {f"compression.{key}": "likewise" for key in ("link", "with-product")}
+    own |= {f"compression.{key}": "likewise" for key in ("link", "backward-link", "with-product")}
     config = runs.experiment(args.config, flags, own, validated=False)
     configs = {v: check(cli.parse(["--config", args.config, *v.flags, *flags])) for v in variants}
     runs.folder("--out", args.out)
@@ -137,7 +155,7 @@ def measure(args, config: TrainConfig, configs: dict[Variant, TrainConfig], mesh
     programs = {}
     for variant, config in configs.items():
         start = time.perf_counter()
-        programs[variant] = compiled(config, mesh, variant.name == "free")
+        programs[variant] = compiled(config, mesh, variant)
         print(f"compiled {variant.given} in {time.perf_counter() - start:.0f} s", flush=True)
     first = next(iter(programs.values())).program
     shape = first.batch_shapes["tokens"]
@@ -158,7 +176,7 @@ def measure(args, config: TrainConfig, configs: dict[Variant, TrainConfig], mesh
             def traced(program=program, kept=kept):
                 _, kept[0] = program.run(kept[0], batch, args.profile)
 
-            listing = args.out / f"kernels-{variant.given.replace(':', '-')}.csv"
+            listing = args.out / f"kernels-{variant.given.replace(':', '-').replace('/', '-')}.csv"
             program.times = kernel_times.traced(traced, args.profile, listing)
             state = kept[0]
         write(args, config, programs)

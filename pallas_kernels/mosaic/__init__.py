@@ -7,7 +7,7 @@ sets environment variables.
 from pallas_kernels.mosaic.tiling import RESIDUAL, RESIDUAL_OF_SUM, why_unsupported
 
 _OPERATIONS = ("decode", "encode", "encode_with_residual", "reduce_decode", "reduce_encode",
-               "reduce_encode_with_residual", "sum_decode")  # fmt: skip
+               "reduce_encode_with_residual", "sum_decode", "sum_decode_apart")  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -252,12 +252,25 @@ class SumResidualScratch(NamedTuple):
     errors_s: Any  # [W, 64, row]
 
 
+class OfWires(NamedTuple):
+    """The workers of sums of wires alone, of which no wire is made: warpgroups at most, stages, the tile scheduler for
+    4 and 8 bits. Three warpgroups spill nothing; whether they are faster has not been measured."""
+
+    most: int = 2
+    stages: tuple[int, ...] = (2, 1)
+    dynamic: bool = False
+
+
+OF_WIRES = OfWires()
+
+
 def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0), residual=False):
     """Sums P wires [P, W] and the own rows of x: the middle of an all-reduce.
 
     Returns (wire uint8[1, W], largest |z| as bits int32[*, 4]) where `dtype` is None, else the sum dtype[rows, row].
     residual: with the wire also the sum less what that says of it, both in x's dtype[rows, row].
-    x_RC and rank (int32[1]) are None where every term is in a wire. The own term is not quantised. One worker:
+    x_RC and rank (int32[1]) are None where every term is in a wire. The own term is not quantised. Of two ranks whose
+    wires lie apart, wires_PW is the pair (own [1, W], received [1, W]), with the rank and no x. One worker:
 
         start copies of the first S tiles, of all wires and of x
         for each of its tiles:
@@ -269,7 +282,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
             encode_tile(total) and store, as `encode`; or y = unrotate(total), by a copy
         put the largest |z| of all tiles
     """
-    fmt, ranks = tiling.fmt, tiling.geometry.messages
+    fmt, ranks, apart = tiling.fmt, tiling.geometry.messages, isinstance(wires_PW, tuple)
     sum_tiling = Tiling(fmt, Geometry(tiling.geometry.per_message, 1, tiling.geometry.per_message), tiling.interpret)
     has_own, to_wire = x_RC is not None, dtype is None
     if has_own:
@@ -279,7 +292,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     reader, inputs = WireReader(tiling), CodecInputs(tiling, exponents, seed)
     n_wires = ranks - has_own
     x_RC = x_RC if has_own else jnp.zeros((8, tiling.row_elements), jnp.bfloat16)
-    rank = rank if has_own else jnp.zeros((1,), jnp.int32)
+    rank = rank if has_own or apart else jnp.zeros((1,), jnp.int32)
     x_dtype, y_dtype = x_RC.dtype, jnp.dtype(dtype or jnp.bfloat16)
     y_transforms = rotation.transforms(y_dtype, tiling.chunk)
 
@@ -290,12 +303,14 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     stage_bytes = n_wires * reader.scratch_bytes() + own_bytes
     # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
     # is the limit, and wanted more where instructions are.
+    most = 3 if to_wire and not residual else OF_WIRES.most if not (to_wire or has_own) else 2
     workers, stages = pipeline.fit(
-        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2,
-        most=3 if to_wire and not residual else 2,
+        sum_tiling, rotator.bytes, stage_bytes, out_bytes,
+        stages=OF_WIRES.stages if not (to_wire or has_own) else (2, 1), enough=2, most=most,
         # Sums of other formats have more instructions and are 4 % slower with the scheduler; a product after the
         # sum leaves it no register.
-        may_be_dynamic=to_wire and fmt.bits == 8 and not residual,
+        may_be_dynamic=(to_wire and fmt.bits == 8 and not residual)
+        or (not to_wire and not has_own and OF_WIRES.dynamic and fmt.bits in (4, 8)),
     )  # fmt: skip
     warpgroups = workers.warpgroups
     # An unrolled start of all wires' copies keeps the addresses of each in registers. Three warpgroups (168 a thread)
@@ -303,9 +318,12 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     looped = warpgroups > 2 and rotator.active
     width = WireWriter.tensor_width(sum_tiling)
 
-    def reduce_tiles(
-        scheduler, s, codes_g, scales_g, x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g
-    ):  # fmt: skip
+    sources = [reader.arrays(wires) for wires in (wires_PW if apart else (wires_PW,))]
+
+    def reduce_tiles(scheduler, s, *refs):
+        wires_g = [refs[2 * i : 2 * i + 2] for i in range(len(sources))]
+        x_g, rank_g, matrices_g, exponents_g, seed_g, *outputs_g = refs[2 * len(sources) :]
+        codes_g, scales_g = wires_g[0]
         wg = workers.warpgroup()
         rotator.load(matrices_g, s.matrices_s, s.matrices_full, wg)
         own_rank = rank_g[0] if has_own else jnp.int32(ranks)
@@ -334,10 +352,24 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
                 reader.load(codes_g, scales_g, message, row, *to)
                 return carry
 
-            lax.fori_loop(0, n_wires, wire, 0, unroll=not looped)
+            if apart:
+                load_apart(row, slot)
+            else:
+                lax.fori_loop(0, n_wires, wire, 0, unroll=not looped)
             if has_own:
                 rows = pl.ds(tiling.x_row(own_rank, row), TILE_ROWS)
                 plgpu.copy_gmem_to_smem(x_g.at[rows], s.x_s.at[wg, slot], s.x_full.at[barrier(slot)])
+
+        def load_apart(row, slot):
+            """Starts the copies of both wires' tile: slots have the order of ranks."""
+            for (first, second), here in (((0, 1), rank_g[0] == 0), ((1, 0), rank_g[0] != 0)):
+
+                @pl.when(here)
+                def _(order=(first, second)):
+                    for j, i in enumerate(order):
+                        full = s.codes_full.at[barrier(slot) * n_wires + j]
+                        to = s.codes_s.at[wg, slot, j], s.in_scales_s.at[wg, slot, j], full
+                        reader.load(*wires_g[i], jnp.int32(0), row, *to)
 
         def work(t, slot, parity, free, largest):
             row = sum_tiling.locate(t)[1]
@@ -440,7 +472,7 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
         scratch = SumResidualScratch(*scratch, errors_s)
         out_type.append(jax.ShapeDtypeStruct((sum_tiling.rows, tiling.row_elements), x_dtype))
         reduce_tiles.__name__ = "reduce_tiles_with_residual"
-    arrays = [*reader.arrays(wires_PW), x_RC, rank, rotator.operand, *inputs.arrays]
+    arrays = [*(array for own in sources for array in own), x_RC, rank, rotator.operand, *inputs.arrays]
     out = pipeline.call(reduce_tiles, arrays, out_type, scratch=scratch, workers=workers)
     return (out[0].reshape(1, -1), *out[1:]) if to_wire else out
 

@@ -8,6 +8,7 @@ one kernel for messages of whole rows (128 elements, or a block of 256); see `ra
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -171,6 +172,19 @@ def sum_decode(fmt: Format, wires, n: int, dtype, exponent=None, *, interpret=No
     return _with_tail(fmt, Geometry(n * messages, messages, n), wires, n, run=run, interpret=interpret)
 
 
+def sum_decode_apart(fmt: Format, own, received, rank, n: int, dtype, exponent=None, *, interpret=None) -> jax.Array:
+    """Returns `sum_decode` of two ranks' wires uint8[W] that lie apart, this one's and the other one's."""
+    geometry = Geometry(2 * n, 2, n)
+    check_operands(fmt, geometry, wires=jax.ShapeDtypeStruct((2, *own.shape), own.dtype), dtype=dtype)
+    if fmt.scale == "site" or n < TILE_ROWS * ragged.row_elements(fmt) or ragged.whole_elements(fmt, n) != n:
+        pair = jnp.stack([own, received])
+        return sum_decode(fmt, jnp.where(rank == 0, pair, pair[::-1]), n, dtype, exponent, interpret=interpret)
+    tiling = Tiling(fmt, geometry, interpret)
+    read = {"exponents": _exponents(tiling, exponent), "seed": None, "dtype": dtype}
+    wires, rank = (own[None], received[None]), jnp.asarray(rank, jnp.int32)[None]
+    return kernels.reduce(tiling, wires, None, rank, **read).reshape(-1)
+
+
 def decode(fmt: Format, geometry: Geometry, wires, dtype, exponent=None, *, interpret=None):
     """Decodes P wires of messages that lie side by side: dtype[S]."""
     check_operands(fmt, geometry, wires=wires, dtype=dtype)
@@ -232,4 +246,5 @@ __all__ = [
     "reduce_encode",
     "reduce_encode_with_residual",
     "sum_decode",
+    "sum_decode_apart",
 ]

@@ -66,7 +66,9 @@ class Message:
 
     @property
     def link(self) -> str:
-        return "nccl" if self.separate else self.compression.link
+        c = self.compression
+        link = c.link if c.backward_link is None or self.label.direction == "forward" else c.backward_link
+        return "nccl" if self.separate and link != "copy" else link
 
     @property
     def ranks(self) -> int:

@@ -32,7 +32,7 @@ from taco_jax.collectives.async_collective import AsyncCollective, Hopping
 from taco_jax.collectives.manual_region import axis_tuple, mesh_of, to_varying
 from taco_jax.collectives.message import Message
 from taco_jax.collectives.transport import chunk_elements
-from taco_jax.compat import as_varying, varying_axes
+from taco_jax.compat import as_varying, barrier, varying_axes
 from taco_jax.compression import dispatch
 
 
@@ -42,13 +42,13 @@ def takes(message: Message, operation: str, x: jax.Array) -> bool:
 
     Raises KernelUnavailableError where that is forced and cannot be.
     """
-    if message.link == "nccl" or (message.link == "auto" and operation not in kernels.OPERATIONS):
+    if message.link == "nccl" or (message.link != "nvlink" and operation not in kernels.OPERATIONS):
         return False
     reason = why_unsupported(message, operation, x)
-    if reason is None:
-        found = "one kernel over NVLink writes into peers' memory" if message.link == "auto" else "nvlink was asked for"
+    asked = message.link == "nvlink"
+    found = "nvlink was asked for" if asked else "one kernel over NVLink writes into peers' memory"
     dispatch.note(message.codec, operation, ("nccl", reason) if reason else ("nvlink", found))
-    if reason and message.link == "nvlink":
+    if reason and asked:
         raise KernelUnavailableError(
             f"link 'nvlink' cannot {operation} codec {message.codec.name!r}: {reason}; use link 'auto' or 'nccl'"
         )
@@ -65,7 +65,7 @@ def why_unsupported(message: Message, operation: str, x: jax.Array) -> str | Non
         return reason
     if message.backend not in ("auto", "mosaic"):
         return f"backend {message.backend!r} was asked for, and NVLink kernels are mosaic's"
-    if message.link == "auto" and (reason := hardware.missing(device.device_kind)) is not None:
+    if message.link != "nvlink" and (reason := hardware.missing(device.device_kind)) is not None:
         return reason
     if message.local:
         return "it goes in levels, inside hosts and between, and NVLink kernels are for one host"
@@ -119,7 +119,9 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
             **exact,
         )
     (y,) = yield [y]
-    return y.reshape(x.shape), measure
+    # XLA fuses an addition to the residual stream and the norm behind it, but not with the kernel's rows among them.
+    (y,) = barrier(y.reshape(x.shape))
+    return y, measure
 
 
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:

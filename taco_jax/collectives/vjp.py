@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from taco_jax.collectives import all_reduce, comm_log, gather_permute, hierarchical, nvlink
+from taco_jax.collectives import all_reduce, comm_log, gather_permute, hierarchical, nvlink, peer_copy
 from taco_jax.collectives.async_collective import AsyncCollective
 from taco_jax.collectives.manual_region import Rest, over_rest, permute, to_varying
 from taco_jax.collectives.message import Message
@@ -230,6 +230,8 @@ def start_all_reduce(message: Message, x, exponent, key) -> AsyncCollective:
     """The sum of x over the ranks (measure None where it is exact), its first hop started."""
     if message.codec.exact or message.ranks == 1:
         return AsyncCollective(_exact_psum(message, x), 1)
+    if not message.feedback and peer_copy.takes(message, x):
+        return peer_copy.start(message, x, exponent, key)
     takes = not message.feedback and nvlink.takes(message, "all_reduce", x)
     kind = nvlink if takes else hierarchical if message.local else all_reduce
     return kind.start(message, x, exponent, key)

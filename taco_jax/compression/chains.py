@@ -7,7 +7,7 @@ host memory they hide most of what sums cost.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,5 +69,10 @@ def compiler_options(chains: int, platform: str) -> dict[str, int | str] | None:
     """Returns CHAIN_OPTIONS with chains on a GPU, else None. XLA_FLAGS have the last word."""
     if chains == 1 or platform == "cpu":
         return None
+    return unless_in_flags(CHAIN_OPTIONS)
+
+
+def unless_in_flags(options: Mapping[str, int | str]) -> dict[str, int | str]:
+    """Returns XLA's options without those that XLA_FLAGS have."""
     flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in CHAIN_OPTIONS.items() if f"--{name}=" not in flags}
+    return {name: value for name, value in options.items() if f"--{name}=" not in flags}

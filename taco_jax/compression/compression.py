@@ -14,7 +14,7 @@ from taco_jax.errors import did_you_mean
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "hierarchical")
 SHOTS = ALGORITHMS[1:3]
-LINKS = ("auto", "nccl", "nvlink")
+LINKS = ("auto", "nccl", "nvlink", "copy")
 BACKENDS = ("auto", "mosaic", "triton", "jnp")
 EXCHANGES = ("auto", "all_to_all", "ring")
 # Every chunk is a few collectives of its own in the program: thousands of them take minutes to compile and never pay.
@@ -27,8 +27,12 @@ INTEGERS = {
     "ranks_per_host": ("must be an integer of at least 1, or None for what JAX says of the devices", 1),
 }
 BACKWARD = "backward_error_feedback"
+FEEDBACK_KEYS = ("error_feedback", BACKWARD)
 # What error feedback can be used with.
-FEEDBACK = {"algorithm": ("auto", *SHOTS), "link": ("auto", "nccl"), "between_hosts": (None,)}
+FEEDBACK = {
+    "algorithm": ("auto", *SHOTS), "link": ("auto", "nccl"), "backward_link": (None, "auto", "nccl"),
+    "between_hosts": (None,),
+}  # fmt: skip
 
 
 def as_integer(key: str, value, rule: str) -> int:
@@ -90,8 +94,10 @@ class Compression:
       ranks_per_host: consecutive ranks of the axis that share a host; None: as JAX says of `jax.devices()`, if the mesh
         is of all of them in their own order, else all ranks (a region's mesh does not know its devices).
       link: nccl (kernels around NCCL's collectives), nvlink (one kernel that writes into peers' memory; raises
-        KernelUnavailableError where it cannot), or auto, which takes nvlink where one process drives Hopper GPUs that
-        have it.
+        KernelUnavailableError where it cannot), copy (kernels around a copy by the GPUs' copy engines, for sums of two
+        ranks of one process; `taco_jax.collectives.peer_copy`), or auto, which takes nvlink where one process drives
+        Hopper GPUs that have it.
+      backward_link: link of backward messages; None: as `link`.
       backend: what encodes and decodes: mosaic, triton (GPU kernels), jnp, or auto, which takes a kernel where there is
         one. A backend that is forced and cannot run raises `pallas_kernels.KernelUnavailableError` when it is traced.
       chunks: pieces of a message, 1 to 1024, that travel one after the other, so that encoding the next overlaps with
@@ -119,6 +125,7 @@ class Compression:
     min_bytes: int | None = None
     algorithm: str = "auto"
     link: str = "auto"
+    backward_link: str | None = None
     backend: str = "auto"
     chunks: int | None = None
     exchange: str = "auto"
@@ -155,6 +162,8 @@ class Compression:
             _check_codec(codec, key)
         for key, valid in CHOICES.items():
             check_choice(key, getattr(self, key), valid)
+        if self.backward_link is not None:
+            check_choice("backward_link", self.backward_link, LINKS)
         for key, rule in INTEGERS.items():
             put(key, _integer_or_none(key, getattr(self, key), *rule))
         switches = (("with_product", bool, ""), ("error_feedback", bool | None, ", or None"), (BACKWARD, bool, ""))
@@ -162,7 +171,7 @@ class Compression:
             if not isinstance(getattr(self, key), valid):
                 raise TypeError(f"{key}={getattr(self, key)!r}: must be True or False{rule}")
         self._check_between_hosts()
-        for key in ("error_feedback", BACKWARD):
+        for key in FEEDBACK_KEYS:
             if getattr(self, key):
                 check_feedback(self, f"{key}=True: ")
                 if self.with_product:
@@ -208,6 +217,11 @@ class Compression:
     def can_feed_back(self) -> bool:
         """Returns whether sums sent in this way leave an error that a later one can take along."""
         return not self.with_product and all(getattr(self, key) in valid for key, valid in FEEDBACK.items())
+
+    @property
+    def knows_products(self) -> bool:
+        """Returns whether a layer's sums are joined with its products (`taco_jax.collectives.matmul_psum`)."""
+        return self.with_product or "copy" in (self.link, self.backward_link)
 
     @property
     def is_exact(self) -> bool:

@@ -276,6 +276,22 @@ def sum_decode(codec: Codec, wires: jax.Array, n: int, dtype, exponent=None, *, 
     return _typed(kernels.sum_decode(to_format(codec, encodes=False), wires, n, dtype, exponent), wires, exponent)
 
 
+def sum_decode_apart(
+    codec: Codec, own: jax.Array, received: jax.Array, rank, n: int, *, dtype, exponent=None, backend="auto"
+) -> jax.Array:
+    """`sum_decode` of two ranks' wires uint8[wire_bytes(N)] that lie apart, this rank's and the other one's.
+
+    A kernel package that has `sum_decode_apart` reads each where it lies; for others the two are put together first.
+    """
+    kernels = _kernels(codec, "reduce", dtype, n, backend=backend, geometry=Geometry(2 * n, 2, n))
+    if not hasattr(kernels, "sum_decode_apart"):
+        wires = jnp.where(rank == 0, jnp.stack([own, received]), jnp.stack([received, own]))
+        return sum_decode(codec, wires, n, dtype, exponent, backend=backend)
+    fmt, exponent = to_format(codec, encodes=False), _scalar(exponent)
+    y_N = kernels.sum_decode_apart(fmt, own, received, rank, n, dtype=dtype, exponent=exponent)
+    return _typed(y_N, own, received, rank, exponent)
+
+
 def decode(codec: Codec, geometry: Geometry, wires: jax.Array, dtype, exponent=None, *, backend="auto") -> jax.Array:
     """Wires uint8[P, wire_bytes(N)] of messages that lie side by side -> dtype[S]."""
     kernels = _kernels(codec, "decode", dtype, geometry.elements, backend=backend, geometry=geometry)
@@ -371,5 +387,5 @@ def _typed(y: jax.Array, *inputs) -> jax.Array:
 __all__ = [
     "BACKENDS", "Geometry", "KernelUnavailableError", "check_backend", "choose", "decode", "decode_chunks",
     "encode", "encode_with_residual", "implementation", "note", "record", "reduce_decode", "reduce_encode",
-    "reduce_encode_with_residual", "sum_decode", "to_format", "without_format",
+    "reduce_encode_with_residual", "sum_decode", "sum_decode_apart", "to_format", "without_format",
 ]  # fmt: skip

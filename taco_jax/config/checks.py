@@ -24,6 +24,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_documents(config)
     _check_adapters(config)
     _check_limits(config)
+    _check_copies(config)
     parse_devices(config.devices)
     return config
 
@@ -161,4 +162,16 @@ def _check_limits(config: TrainConfig) -> None:
                 raise ConfigError(
                     f"compression.{setting}=True: is never used with {key}={value} ({why}); set {key}={limit}, or "
                     f"leave compression.{setting} out"
+                )
+
+
+def _check_copies(config: TrainConfig) -> None:
+    """All devices of a program wait for each other at a copy: stages, which take branches of their own, would hang."""
+    for key in ("link", "backward_link"):
+        if getattr(config.compression, key) != "copy":
+            continue
+        for name, ok, why in (("tp", (1, 2), "sums of two GPUs"), ("pp", (1,), "programs without stages")):
+            if (count := getattr(config.mesh, name)) not in ok:
+                raise ConfigError(
+                    f"compression.{key}='copy': is for {why}, not mesh.{name}={count}; use 'auto' or 'nccl'"
                 )

@@ -94,7 +94,9 @@ class CompressionConfig(Checked):
     between_hosts: str | None = None
     """Codec between hosts of messages that go in levels, in both directions; None: the message's own."""
     link: str = "auto"
-    """How bytes move: auto, nccl (any fabric) or nvlink (peer memory, one kernel)."""
+    """How bytes move: auto, nccl (any fabric), nvlink (peer memory, one kernel), copy (tp 2: copy engines)."""
+    backward_link: str | None = None
+    """How the backward messages' bytes move, likewise; None: as link says."""
     backend: str = "auto"
     """What encodes and decodes: mosaic or triton (GPU kernels), jnp, or auto, a kernel where the device has one."""
     chunks: int | None = None

@@ -87,9 +87,12 @@ def fed_column_input(x_BLD: jax.Array, carrier_BLD: jax.Array, par: Parallel, st
 
 
 def fuses_product(par: Parallel, site: str) -> bool:
-    """Returns whether a site's sums are to go into the kernels of the products before them."""
+    """Returns whether a site's sums are to go into the kernels of products, or beside products."""
     compression = par.compression(site)
-    return par.sequence_dim is None and compression is not None and compression.with_product
+    if par.sequence_dim is not None or compression is None:
+        return False
+    # Adapters alone have no product beside which a sum could go.
+    return compression.with_product or (compression.knows_products and not par.frozen)
 
 
 def column_parallel(x_BLD: jax.Array | FusedInput, denses: Sequence[Dense], par: Parallel) -> list[jax.Array]:

@@ -114,7 +114,7 @@ def row_product(
     """
     compression = as_compression(compression)
     options = {"compression": compression, "scales": scales, "site": site}
-    if compression is None or not compression.with_product or product is not None:
+    if compression is None or not compression.knows_products or product is not None:
         return collectives.psum(_product(x, kernel, precision, product), axis, **options)
     return matmul_psum.product_psum(x, kernel, axis, precision=precision, **options)
 
@@ -124,10 +124,11 @@ def column_product(
     product: Callable | None = None,
 ) -> jax.Array:  # fmt: skip
     """`copy_to_tp(x) @ kernel`, x [..., D], kernel [D, F/tp]; x's gradient, a product and its sum, in one kernel where
-    `Compression.with_product` is and it can be. product: as of `row_product`."""
+    `Compression.with_product` is and it can be, or beside its weight's where the sum's wires are copied. product: as of
+    `row_product`."""
     compression = as_compression(compression)
     options = {"compression": compression, "scales": scales, "site": site}
-    if compression is None or not compression.with_product or product is not None:
+    if compression is None or not compression.knows_products or product is not None:
         return _product(collectives.copy(x, axis, **options), kernel, precision, product)
     return matmul_psum.copy_product(x, kernel, axis, precision=precision, **options)
 

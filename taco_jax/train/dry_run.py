@@ -22,7 +22,7 @@ from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
 from taco_jax.config import ConfigError, TrainConfig, chains, microbatch, remat, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
-from taco_jax.train import optim
+from taco_jax.train import links, optim
 from taco_jax.train import step as step_lib
 from taco_jax.train.data_parallel import SDP4
 
@@ -174,9 +174,11 @@ def _sequence_text(config: TrainConfig) -> list[str]:
 
 
 def _chains_text(program: step_lib.Program) -> list[str]:
-    """Returns the chains of a layer, and why there are so many; nothing where tp is 1."""
+    """Returns the chains of a layer, and which sums are copied, and why; nothing where tp is 1."""
     count, why = chains(program.config, program.mesh.devices.flat[0])
-    return [f"chains: {count} ({why})"] if program.config.mesh.tp > 1 else []
+    if program.config.mesh.tp == 1:
+        return []
+    return [f"chains: {count} ({why})", links.describe(program.parallel.plan, program.config, program.mesh)]
 
 
 def _attention_text(program: step_lib.Program) -> list[str]:

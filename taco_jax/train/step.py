@@ -27,7 +27,6 @@ from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
-from taco_jax.compression.chains import compiler_options
 from taco_jax.compression.compression import Compression, Plan, as_compression
 from taco_jax.compression.plan_file import PlanFile, shape_of
 from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
@@ -48,7 +47,7 @@ from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
-from taco_jax.train import optim
+from taco_jax.train import links, optim
 from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
@@ -150,7 +149,7 @@ class Program:
         self.config, self.mesh = config, mesh
         self.batch_sharding = NamedSharding(mesh, P("dp"))
         self.ranks_per_host = ranks_per_host(mesh, "tp", config.mesh.devices_per_host)
-        plan = resolve_plan(config, self.ranks_per_host)
+        plan = links.choose(resolve_plan(config, self.ranks_per_host), config, mesh)
         self.parallel = Parallel(
             plan=in_other_codecs(plan, codecs or {}),
             sequence_parallel=sequence_parallel(config)[0],
@@ -333,11 +332,14 @@ class Program:
 
     def _compile(self, lowered):
         platform = self.mesh.devices.flat[0].platform
-        return lowered.compile(compiler_options=compiler_options(self.parallel.chains, platform))
+        return lowered.compile(
+            compiler_options=links.compiler_options(self.parallel.plan, self.parallel.chains, platform)
+        )
 
     @functools.cached_property
     def eval_step(self):
-        return jax.jit(self._eval)
+        options = links.compiler_options(self.parallel.plan, 1, self.mesh.devices.flat[0].platform)
+        return jax.jit(self._eval, compiler_options=options)
 
     def _step(self, state: TrainState, batch, *, with_stats: bool):
         loss, grads, measures = self._gradients(state, batch["tokens"], with_stats)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import spelled_out
 from aot.instructions import collectives, copies, counters, kernels, slices_of_kernels
-from aot.topology import compile_on_four, compile_on_one, compile_partly
+from aot.topology import compile_on_four, compile_on_mesh, compile_on_one, compile_partly
 from jax import lax
 from mosaic_programs import PRESETS
 from rank_programs import gradient_of_sum
@@ -128,6 +128,15 @@ def test_layers_in_a_scan_with_remat():
     # Forward, and backward, where the forward's is run again or not; each body of a loop counts once.
     assert kernels(compiled) in (6, 9)
     assert {dtype for _, dtype, elements in collectives(compiled) if elements > 1000} == {"u8"}
+
+
+@pytest.mark.parametrize("name", ["taco", "int4h"])
+def test_a_copied_sum_is_two_kernels_and_a_permutation(name):
+    psum = lambda x: taco_jax.psum(x, "tp", compression=every_size(name, link="copy"))
+    compiled = compile_on_mesh(lambda x: lax.pcast(psum(x), "tp", to="varying"), shape(S), tp=2)
+    assert kernels(compiled) == 2
+    assert collectives(compiled) == [("collective-permute", "u8", CODECS[name].wire_bytes(S))]
+    assert copies(compiled, LARGE) == []
 
 
 @pytest.mark.parametrize("size", RAGGED)

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from aot.instructions import beside_collectives, collectives
+from aot.instructions import beside_collectives, collectives, computations
 from aot.topology import devices
 from jax.sharding import AxisType
 
+from pallas_kernels import compat
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.train.step import build
 
@@ -16,11 +17,13 @@ MODEL = ModelConfig(
 MESSAGE = 4 * 512 * 2048  # of a chain
 
 
-def compiled_step(codec, chains, **changes):
-    mesh = jax.sharding.Mesh(np.array(devices()).reshape(1, 1, 4), ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
+def compiled_step(codec, chains, tp=4, link="nccl", backward_link=None, global_batch=8, **changes):
+    grid = np.array(devices(tp)).reshape(1, 1, tp)
+    mesh = jax.sharding.Mesh(grid, ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    compression = CompressionConfig(codec, codec, min_bytes=0, link=link, backward_link=backward_link)
     config = TrainConfig(
-        model=MODEL, mesh=MeshConfig(tp=4), compression=CompressionConfig(codec, codec, min_bytes=0, link="nccl"),
-        data=DataConfig(sequence_length=512), global_batch=8, remat="full", chains=chains,
+        model=MODEL, mesh=MeshConfig(tp=tp), compression=compression,
+        data=DataConfig(sequence_length=512), global_batch=global_batch, remat="full", chains=chains,
         attention_implementation="xla", **changes,
     )  # fmt: skip
     return build(config, mesh).step
@@ -49,6 +52,34 @@ def test_messages_travel_beside_products(codec, hops, sequence_parallel):
         assert sum(map(bool, forward)) >= 3 * hops
         assert sum(map(bool, backward)) >= 4 * hops - 1
     assert sum(map(bool, backward)) > sum(map(bool, in_layers(one, True)))
+
+
+def test_copies_travel_beside_the_products_of_weights():
+    """The gradients of a layer's inputs are two copies, each beside the product that is the weights' gradient."""
+    compiled = compiled_step("taco", 1, tp=2, backward_link="copy")
+    copies = [(i, n) for i, n in beside_collectives(compiled, MESSAGE) if i.opcode == "collective-permute"]
+    in_layers = [n for i, n in copies if "while/body" in i.text]
+    assert len(in_layers) == 2 and all(in_layers)
+
+
+def test_a_piece_travels_beside_the_product_of_the_next():
+    """The mlp's sum of the forward pass is two copies: a product is beside the larger one, which comes first."""
+    compiled = compiled_step("taco", 1, tp=2, link="copy", global_batch=16)
+    copies = beside_collectives(compiled, MESSAGE // 2)
+    found = [(i, n) for i, n in copies if i.opcode == "collective-permute" and "transpose(" not in i.text]
+    first, second, *_ = [n for i, n in found if "while/body" in i.text][-2:]
+    assert first and not second
+    assert len({i.elements for i, _ in found[-2:]}) == 2
+
+
+@pytest.mark.skipif(not compat.WARPS_KNOW_THE_MESH, reason="NVLink kernels need jax 0.11")
+def test_the_norm_adds_attention_s_sum_to_the_stream():
+    """Of a layer's two additions one stays by itself, at its end: the other is part of the norm's kernel."""
+    compiled = compiled_step("taco", 1, tp=2, link="nvlink")
+    layer = [i for body in computations(compiled).values() for i in body if "jvp()/while/body" in i.text]
+    forward = [i for i in layer if "transpose(" not in i.text and i.opcode == "fusion" and i.elements == 2 * MESSAGE]
+    additions = [i for i in forward if '/add"' in i.text and "__triton" not in i.text]
+    assert len(additions) == 1, additions
 
 
 def test_two_chains_send_the_bytes_of_one():

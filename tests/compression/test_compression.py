@@ -138,7 +138,7 @@ def test_compression_is_a_hashable_value():
             {"algorithm": "twoshot"},
             r"algorithm='twoshot' is unknown: did you mean 'two_shot'\? valid are auto, one_shot",
         ),
-        ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink"),
+        ({"link": "ib"}, "link='ib' is unknown: valid are auto, nccl, nvlink, copy"),
         ({"backend": "mosiac"}, r"backend='mosiac' is unknown: did you mean 'mosaic'\?"),
         ({"exchange": "all2all"}, "exchange='all2all' is unknown"),
         ({"chunks": 0}, "chunks=0: must be an integer from 1 to 1024, or None"),

@@ -136,6 +136,14 @@ def test_the_floor_of_the_learning_rate_follows_it():
             "compression.with_product=True: is never used with mesh.pp=2 (stages run no kernel over NVLink)",
         ),
         (
+            {"compression.link": "copy", "mesh.tp": 4},
+            "compression.link='copy': is for sums of two GPUs, not mesh.tp=4; use 'auto' or 'nccl'",
+        ),
+        (
+            {"compression.backward_link": "copy", "mesh.tp": 2, "mesh.pp": 2},
+            "compression.backward_link='copy': is for programs without stages, not mesh.pp=2; use 'auto' or 'nccl'",
+        ),
+        (
             {"compression.error_feedback": True, "compression.forward": "none"},
             "compression.error_feedback=True: sums of compression.forward='none' lose nothing; set a codec, or leave",
         ),

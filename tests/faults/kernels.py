@@ -120,6 +120,15 @@ MUTANTS = (
         (TRITON + "'other_codecs and stochastic and int8'",),
     ),
     Mutant(
+        "mosaic-apart",
+        "the second rank takes the received wire of a copied sum for its own too",
+        "pallas_kernels/mosaic/kernels.py",
+        "((1, 0), rank_g[0] != 0)",
+        "((1, 1), rank_g[0] != 0)",
+        ("tests/pallas_kernels/test_mosaic_interpreter.py -k apart",),
+        new_jax=True,
+    ),
+    Mutant(
         "mosaic-unpack",
         "codes that straddle bytes are unpacked without a mask",
         "pallas_kernels/mosaic/elements.py",

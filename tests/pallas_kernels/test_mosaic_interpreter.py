@@ -262,6 +262,22 @@ def test_chunks(cut, operation):
     compare(CODECS[name], geometry, "bfloat16", operation, x, rank=1)
 
 
+def test_wires_that_lie_apart_are_summed_as_side_by_side():
+    # Scales of float32: a product and a sum of two may round once, so that the order of terms shows.
+    codec, n = dataclasses.replace(CODECS["int8h"], scale="float32"), 3 * 8192
+    fmt, geometry = dispatch.to_format(codec), Geometry(2 * n, 2, n)
+    wanted, wires = reference(codec, geometry, "bfloat16", "sum_decode", values(2 * n, "gaussian", 128, "bfloat16"))
+
+    @jax.jit
+    def run(own, received, rank):
+        arguments = fmt, own, received, rank, n, "bfloat16"
+        return mosaic.sum_decode_apart(*arguments, interpret=compat.interpret_params())
+
+    found = [np.asarray(run(wires[rank], wires[1 - rank], jnp.int32(rank))) for rank in range(2)]
+    np.testing.assert_array_equal(*found)
+    check_values(found[0], wanted, codec.block)
+
+
 @pytest.fixture
 def two_ctas(monkeypatch):
     """A few tiles give each of two CTAs two warpgroups, which share the rotation's matrices, and several tiles each."""
