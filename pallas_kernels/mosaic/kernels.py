@@ -253,9 +253,6 @@ class SumResidualScratch(NamedTuple):
 
 
 class OfWires(NamedTuple):
-    """The workers of sums of wires alone, of which no wire is made: warpgroups at most, stages, the tile scheduler for
-    4 and 8 bits. Three warpgroups spill nothing; whether they are faster has not been measured."""
-
     most: int = 2
     stages: tuple[int, ...] = (2, 1)
     dynamic: bool = False
