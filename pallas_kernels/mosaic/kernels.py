@@ -252,15 +252,6 @@ class SumResidualScratch(NamedTuple):
     errors_s: Any  # [W, 64, row]
 
 
-class OfWires(NamedTuple):
-    most: int = 2
-    stages: tuple[int, ...] = (2, 1)
-    dynamic: bool = False
-
-
-OF_WIRES = OfWires()
-
-
 def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, offsets=(0, 0), residual=False):
     """Sums P wires [P, W] and the own rows of x: the middle of an all-reduce.
 
@@ -300,14 +291,12 @@ def reduce(tiling: Tiling, wires_PW, x_RC, rank, exponents, seed, dtype=None, of
     stage_bytes = n_wires * reader.scratch_bytes() + own_bytes
     # Two stages hide the memory's latency where they fit. A third warpgroup is worth 1 to 8 % on an H200 where memory
     # is the limit, and wanted more where instructions are.
-    most = 3 if to_wire and not residual else OF_WIRES.most if not (to_wire or has_own) else 2
     workers, stages = pipeline.fit(
-        sum_tiling, rotator.bytes, stage_bytes, out_bytes,
-        stages=OF_WIRES.stages if not (to_wire or has_own) else (2, 1), enough=2, most=most,
+        sum_tiling, rotator.bytes, stage_bytes, out_bytes, stages=(2, 1), enough=2,
+        most=3 if to_wire and not residual else 2,
         # Sums of other formats have more instructions and are 4 % slower with the scheduler; a product after the
         # sum leaves it no register.
-        may_be_dynamic=(to_wire and fmt.bits == 8 and not residual)
-        or (not to_wire and not has_own and OF_WIRES.dynamic and fmt.bits in (4, 8)),
+        may_be_dynamic=to_wire and fmt.bits == 8 and not residual,
     )  # fmt: skip
     warpgroups = workers.warpgroups
     # An unrolled start of all wires' copies keeps the addresses of each in registers. Three warpgroups (168 a thread)
