@@ -192,7 +192,7 @@ class DataParallel:
         size = sum(math.prod(c.shape) + -math.prod(c.shape) % block for c in cuts)
         options = self._options(self.gradients, size, f"{GRADIENTS}/layer")
         tiled = functools.partial(self._tiled, codec=codec)
-        return LayerSums(cuts, self.sharded, self.gradients.is_exact, block, tiled, options)
+        return LayerSums(cuts, self.sharded, block, tiled, options)
 
     # Parameters
 

@@ -1,8 +1,8 @@
 """The sum over dp of one layer's gradients, as a message that can travel beside the backward pass of another layer.
 
-It carries what `DataParallel.by_layer` names, the matrices of a layer: in `data_parallel.gradients`, by a reduce-scatter
-of the shares that ZeRO-1 gives to the optimiser, else by an all-reduce. Each leaf begins with a block of the codec, as
-in a bucket. A message with more elements than a bucket goes in chunks.
+It carries what `DataParallel.by_layer` names, the matrices of a layer: by a reduce-scatter into the shares that ZeRO-1
+gives to the optimiser, else by an all-reduce. Each leaf begins with a block of the codec, as in a bucket. A message
+with more elements than a bucket goes in chunks.
 
 Dim letters: P data-parallel ranks, N elements of a message, or of one share of it.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from taco_jax import collectives
 from taco_jax.collectives import comm_log
@@ -29,12 +28,14 @@ from taco_jax.train.shards import Cut
 
 @dataclasses.dataclass(frozen=True)
 class LayerSums:
-    """cuts: of the leaves of one layer. sharded: a rank gets its shares alone. exact: the values travel as they are.
-    block: of the codec. tiled: pads shares [P, N] to whole tiles. options: keywords of the collective."""
+    """The messages of layers alike.
+
+    cuts: of the leaves of one layer. sharded: a rank gets its shares alone. block: of the codec. tiled: pads shares
+    [P, N] to whole tiles of kernels. options: keywords of the collective.
+    """
 
     cuts: Sequence[Cut]
     sharded: bool
-    exact: bool
     block: int
     tiled: Callable[[jax.Array], jax.Array]
     options: dict[str, Any]
@@ -45,37 +46,24 @@ class LayerSums:
         axes = lambda g: varying_axes(g) if self.sharded else varying_axes(g) - {"dp"}
         return [to_varying(jnp.zeros((layers, *shape(c)), g.dtype), axes(g)) for c, g in zip(self.cuts, grads)]
 
-    def pack(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
-        """A layer's gradients as `start` takes them."""
+    def pack(self, grads: Sequence[jax.Array]) -> jax.Array:
+        """A layer's gradients as `start` takes them: [P, N] of shares, else [N]."""
         if self.sharded:
-            return [self.tiled(pack([c.rows(g) for c, g in zip(self.cuts, grads, strict=True)], self.block))]
-        return list(grads) if self.exact else [pack([g.reshape(-1) for g in grads], self.block)]
+            return self.tiled(pack([c.rows(g) for c, g in zip(self.cuts, grads, strict=True)], self.block))
+        return pack([g.reshape(-1) for g in grads], self.block)
 
-    def start(self, packed: list[jax.Array], layers: int) -> AsyncCollective:
-        """The message of a layer, under way: its result is that of `pack`, summed. layers: how many send one."""
+    def start(self, packed: jax.Array, layers: int) -> AsyncCollective:
+        """The message of a layer, under way: its result is the sum, [N] in any case. layers: how many send one."""
         with comm_log.marked("gradient", "backward"):
             calls = layers * comm_log.current_calls()
             if self.sharded:
-                return collectives.start_psum_scatter(*packed, "dp", **self.options, calls=calls)
-            if not self.exact:
-                return collectives.start_psum(*packed, "dp", "backward", **self.options, calls=calls)
-        with comm_log.repeat(layers):
-            size = jax.ShapeDtypeStruct((sum(g.size for g in packed),), jnp.float32)
-            comm_log.exact(self.options["site"], "backward", "psum", "dp", size)
-        return AsyncCollective(_exact_sum(packed), 1)
+                return collectives.start_psum_scatter(packed, "dp", **self.options, calls=calls)
+            return collectives.start_psum(packed, "dp", "backward", **self.options, calls=calls)
 
-    def unpack(self, summed: Any) -> list[jax.Array]:
+    def unpack(self, summed_N: jax.Array) -> list[jax.Array]:
         """The sums of a layer's leaves, of a message's result."""
         if self.sharded:
-            parts = unpack(summed, [math.prod(c.share_shape) for c in self.cuts], self.block)
+            parts = unpack(summed_N, [math.prod(c.share_shape) for c in self.cuts], self.block)
             return [c.without_padding(part.reshape(c.share_shape)) for c, part in zip(self.cuts, parts)]
-        if self.exact:
-            return summed
-        parts = unpack(summed, [math.prod(c.shape) for c in self.cuts], self.block)
+        parts = unpack(summed_N, [math.prod(c.shape) for c in self.cuts], self.block)
         return [part.reshape(c.shape) for c, part in zip(self.cuts, parts)]
-
-
-def _exact_sum(grads: list[jax.Array]):
-    """lax.psum of several arrays, of which XLA makes one message."""
-    sums = yield lax.psum(grads, "dp")
-    return sums, None

@@ -95,10 +95,16 @@ def varying_of(tree: Any) -> frozenset[str]:
     return frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
+_SMALL = 1 << 16
+"""Elements of a layer's leaf that may be written with all layers' at once: norms, biases, measures."""
+
+
 class _Layers:
     """Both passes over the stacked layers."""
 
-    def __init__(self, params, slots: Mapping[str, Any], exponents: Mapping[str, Any], tokens_BL, config, par: Parallel):
+    def __init__(
+        self, params, slots: Mapping[str, Any], exponents: Mapping[str, Any], tokens_BL, config, par: Parallel
+    ):
         self.depth = config.n_layers
         self._differentiated = params, slots
         self._others = exponents, windows_of(config)
@@ -127,20 +133,22 @@ class _Layers:
             return ct, own, ([g for g, summed in zip(grads, is_sum, strict=True) if not summed], measures)
 
         def one(carry, i):
-            ct, packed, totals = carry
+            ct, packed, totals, rest = carry
             message = sums.start(packed, self.depth)
-            ct, own, rest = back(i, ct)
+            ct, own, more = back(i, ct)
             if message.hops > 1:
                 ct, own = message.overlap_with(ct), message.overlap_with(own)
             else:
                 ct = message.overlap_with(ct)
-            return (ct, sums.pack(own), _put(totals, sums.unpack(message.done()[0]), i + 1)), rest
+            totals = _put(totals, sums.unpack(message.done()[0]), i + 1)
+            return (ct, sums.pack(own), totals, jax.tree.map(lambda a, g: _put_small(a, g, i), rest, more)), None
 
-        ct, own, of_last = back(last, ct)
-        carry = ct, sums.pack(own), sums.zeros(self.depth, own)
-        (ct, packed, totals), rest = lax.scan(one, carry, jnp.arange(last), reverse=True)
+        ct, own, rest = back(last, ct)
+        rest = jax.tree.map(lambda g: jnp.broadcast_to(g, (self.depth, *g.shape)), rest)
+        carry = ct, sums.pack(own), sums.zeros(self.depth, own), rest
+        (ct, packed, totals, rest), _ = lax.scan(one, carry, jnp.arange(last), reverse=True)
         totals = _put(totals, sums.unpack(sums.start(packed, self.depth).done()[0]), 0)
-        rest, measures = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), rest, of_last)
+        rest, measures = rest
         parts = {True: iter(totals), False: iter(rest)}
         return ct, tree.unflatten([next(parts[summed]) for summed in is_sum]), measures
 
@@ -159,6 +167,17 @@ class _Layers:
         first = jax.tree.map(lambda a: a[0], self._operands)
         with comm_log.repeat(self.depth * self.loop.chains):
             return Split(layer, carried, *first)
+
+
+def _put_small(total: jax.Array, value: jax.Array, i: Any) -> jax.Array:
+    """The total with a small value at index i.
+
+    An update in place of a vector would be a copy that XLA starts and ends as it does a message, and for as long: the
+    layer's message would start after products that it can travel beside.
+    """
+    if value.size > _SMALL:
+        return lax.dynamic_update_index_in_dim(total, value, i, 0)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, total.shape, 0) == i, value, total)
 
 
 def _put(totals: list[jax.Array], values: list[jax.Array], i: Any) -> list[jax.Array]:
