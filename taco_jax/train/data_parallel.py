@@ -118,8 +118,9 @@ class DataParallel:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one rank's gradients before they are summed, on one device."""
-        return sum(4 * math.prod(c.shape) for c in self._cuts)
+        """Bytes of one rank's gradients before they are summed, on one device; of layers' sums, what the rank keeps."""
+        kept = lambda c, layers: c.share_shape if layers and self.sharded else c.shape
+        return sum(4 * math.prod(kept(c, layers)) for c, layers in zip(self._cuts, self._by_layer, strict=True))
 
     @property
     def share_specs(self) -> Any:
@@ -158,7 +159,8 @@ class DataParallel:
             leaves = self._tree.flatten_up_to(grads)
             rest = [i for bucket in self._gradient_buckets for i in bucket]
             size = sum(leaves[i].size for i in rest)
-            comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
+            kind = "gradient" if any(self._by_layer) else "other"  # as the layers' messages are
+            comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32), kind=kind)
             for i, total in zip(rest, lax.psum([leaves[i] for i in rest], "dp"), strict=True):
                 leaves[i] = total
             return self._tree.unflatten(leaves)

@@ -26,6 +26,30 @@ from taco_jax.tensor_parallel import to_varying
 from taco_jax.train.shards import Cut
 
 
+class LayerMessage:
+    """An `AsyncCollective` that is listed among the messages of gradients: most are when they end."""
+
+    def __init__(self, message: AsyncCollective):
+        self._message = message
+
+    @property
+    def hops(self) -> int:
+        return self._message.hops
+
+    def overlap_with(self, value: Any) -> Any:
+        with _listed():
+            return self._message.overlap_with(value)
+
+    def done(self) -> jax.Array:
+        """Finishes it, and returns the sum."""
+        with _listed():
+            return self._message.done()[0]
+
+
+def _listed():
+    return comm_log.marked("gradient", "backward")
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerSums:
     """The messages of layers alike.
@@ -52,13 +76,13 @@ class LayerSums:
             return self.tiled(pack([c.rows(g) for c, g in zip(self.cuts, grads, strict=True)], self.block))
         return pack([g.reshape(-1) for g in grads], self.block)
 
-    def start(self, packed: jax.Array, layers: int) -> AsyncCollective:
+    def start(self, packed: jax.Array, layers: int) -> LayerMessage:
         """The message of a layer, under way: its result is the sum, [N] in any case. layers: how many send one."""
-        with comm_log.marked("gradient", "backward"):
-            calls = layers * comm_log.current_calls()
+        calls = layers * comm_log.current_calls()
+        with _listed():
             if self.sharded:
-                return collectives.start_psum_scatter(packed, "dp", **self.options, calls=calls)
-            return collectives.start_psum(packed, "dp", "backward", **self.options, calls=calls)
+                return LayerMessage(collectives.start_psum_scatter(packed, "dp", **self.options, calls=calls))
+            return LayerMessage(collectives.start_psum(packed, "dp", "backward", **self.options, calls=calls))
 
     def unpack(self, summed_N: jax.Array) -> list[jax.Array]:
         """The sums of a layer's leaves, of a message's result."""

@@ -140,14 +140,14 @@ class _Layers:
                 ct, own = message.overlap_with(ct), message.overlap_with(own)
             else:
                 ct = message.overlap_with(ct)
-            totals = _put(totals, sums.unpack(message.done()[0]), i + 1)
+            totals = _put(totals, sums.unpack(message.done()), i + 1)
             return (ct, sums.pack(own), totals, jax.tree.map(lambda a, g: _put_small(a, g, i), rest, more)), None
 
         ct, own, rest = back(last, ct)
         rest = jax.tree.map(lambda g: jnp.broadcast_to(g, (self.depth, *g.shape)), rest)
         carry = ct, sums.pack(own), sums.zeros(self.depth, own), rest
         (ct, packed, totals, rest), _ = lax.scan(one, carry, jnp.arange(last), reverse=True)
-        totals = _put(totals, sums.unpack(sums.start(packed, self.depth).done()[0]), 0)
+        totals = _put(totals, sums.unpack(sums.start(packed, self.depth).done()), 0)
         rest, measures = rest
         parts = {True: iter(totals), False: iter(rest)}
         return ct, tree.unflatten([next(parts[summed]) for summed in is_sum]), measures

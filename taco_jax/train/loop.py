@@ -256,6 +256,8 @@ class Run:
         count, why = chains(config, mesh.devices.flat[0])
         if count > 1:
             say(f"chains: {count} ({why})")
+        if self.program.overlapped:
+            say("gradients: each layer's are sent beside the backward pass of the layer before it")
         if self.guard is not None:
             say(self.guard.words())
         if config.mesh.pp > 1:
