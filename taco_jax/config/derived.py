@@ -127,7 +127,7 @@ def overlap(config: TrainConfig) -> tuple[bool, str]:
         return False, key
     if config.data_parallel.overlap is not None:
         return config.data_parallel.overlap, "as configured"
-    return False, "--data-parallel.overlap sends each layer's beside the backward pass of the layer before it"
+    return False, "--data-parallel.overlap sends each layer's beside the one before it"
 
 
 def why_no_overlap(config: TrainConfig) -> str | None:

@@ -255,7 +255,7 @@ def _data_parallel_text(program: step_lib.Program) -> list[str]:
         level = {1: ", so only the level between hosts", dp.ranks: ", so only the level inside"}.get(inside, "")
         lines.append(f"  sdp4: {hosts}{level} ({_source_of_hosts(program)})")
     on, why = overlap(program.config)
-    sent = "each layer's beside the backward pass of the layer before it" if on else "after the backward pass"
+    sent = "each layer's beside the layer before it, in the backward pass" if on else "after the backward pass"
     lines.append(f"  sent {sent} ({why})")
     if not dp.sharded:
         lines.append("  optimiser state: whole on every rank (data_parallel.zero1 shares it out)")
