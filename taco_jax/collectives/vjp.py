@@ -244,24 +244,26 @@ def _exact_psum(message: Message, x):
 
 def start_reduce_scatter(message: Message, x_PN) -> AsyncCollective:
     """Row r of the summed x[P, N] for rank r (measure None where it is exact), its first hop started, by NCCL."""
-    if message.codec.exact or message.ranks == 1:
+    exact = message.codec.exact or message.ranks == 1
+    if exact:
         return AsyncCollective(_exact_scatter(message, x_PN), 1)
     kind = hierarchical if message.local else all_reduce
     return kind.start_reduce_scatter(message, x_PN, None, None)
 
 
-def _exact_scatter(message: Message, x, dim: int = 0, tiled: bool = False):
+def _exact_scatter(message: Message, x_PN):
     """jax.lax.psum_scatter, listed in the site table."""
-    _record_exact("psum_scatter", message, x, x.size)
-    (y,) = yield [lax.psum_scatter(x, message.axis, scatter_dimension=dim, tiled=tiled)]
-    return y, None
+    _record_exact("psum_scatter", message, x_PN, x_PN.size)
+    (y_N,) = yield [lax.psum_scatter(x_PN, message.axis)]
+    return y_N, None
 
 
 def _psum_scatter(op, message, x, exponent, key):
     (dim,) = op.dims
     x = to_varying(x, message.axis)
     if message.codec.exact or message.ranks == 1:
-        return AsyncCollective(_exact_scatter(message, x, dim, op.tiled), 1).done()
+        _record_exact("psum_scatter", message, x, x.size)
+        return lax.psum_scatter(x, message.axis, scatter_dimension=dim, tiled=op.tiled), None
     x_PN, shape = _split(x, dim, message.ranks, op.tiled)
     takes = nvlink.takes(message, "reduce_scatter", x_PN)
     kind = nvlink if takes else hierarchical if message.local else all_reduce

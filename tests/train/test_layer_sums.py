@@ -248,3 +248,15 @@ def test_one_rank_sends_nothing():
     config = check(on(1, overlap=True))
     assert overlap(config) == (False, "mesh.dp=1")
     assert overlap(on(2, overlap=True)) == (True, "as configured") and not overlap(on(2, overlap=False))[0]
+
+
+def test_shares_of_layers_sums_are_parts_of_every_layer():
+    """Where as many ranks as layers would else have a whole layer each."""
+
+    def dims(**settings):
+        dp = program(on(3, changes={"global_batch": 6}, zero1=True, **settings)).data_parallel
+        leaves = zip(*map(jax.tree.leaves, (dp.cuts["layers"], dp.by_layer["layers"])), strict=True)
+        return [(c.dim, own) for c, own in leaves]
+
+    assert {dim for dim, _ in dims()} == {0}
+    assert {dim for dim, own in dims(overlap=True) if own} <= {1, 2}
