@@ -65,7 +65,7 @@ def value_and_grad(params, slots, exponents, tokens_BL: jax.Array, predicted: in
     only = lambda site: {site: slots[site]} if site in slots else {}
     state = lambda slots: {site: SiteScales(exponents[site], slot) for site, slot in slots.items()}
     ends = {name: tree for name, tree in params.items() if name != "layers"}
-    layers = _Layers(params["layers"], in_layers(slots), in_layers(exponents), inputs_BL, config, par)
+    layers = _Layers(params["layers"], in_layers(slots), in_layers(exponents), inputs_BL, config=config, par=par)
     axes = varying_of(params["layers"]) - {par.axis}
 
     def embed(ends, slots):

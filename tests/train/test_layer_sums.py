@@ -123,8 +123,8 @@ def test_each_gradient_is_the_unsharded_models(dp, tp, model, changes, zero1):
 @pytest.mark.parametrize(
     "dp, tp, settings",
     [
-        pytest.param(2, 2, dict(gradients="int8h", zero1=True), id="shares"),
-        pytest.param(4, 2, dict(gradients="int8h"), id="two hops"),
+        pytest.param(2, 2, dict(gradients="int8h", zero1=True), marks=SLOW, id="shares"),
+        pytest.param(4, 2, dict(gradients="int8h"), marks=SLOW, id="two hops"),
         pytest.param(4, 1, dict(gradients="sdp4", devices_per_host=2), marks=SLOW, id="levels"),
         pytest.param(4, 2, dict(gradients="sdp4", devices_per_host=2, zero1=True), marks=SLOW, id="shares in levels"),
         pytest.param(3, 1, dict(gradients="int8h", zero1=True), marks=SLOW, id="padded shares"),
@@ -144,7 +144,8 @@ def test_coded_sums_differ_from_exact_ones_by_the_codec(dp, tp, settings):
         assert 0 < error(grads, path) < 1.25 * error(after, path) + 1e-3, path
 
 
-@pytest.mark.parametrize("feedback", ["error_feedback", pytest.param("backward_error_feedback", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("feedback", ["error_feedback", "backward_error_feedback"])
 def test_compressed_layers_measure_what_they_did(feedback):
     compression = CompressionConfig("taco", "int8h", min_bytes=0, **{feedback: True})
     changes = {"compression": compression, "compute_dtype": "bfloat16"}
