@@ -102,9 +102,7 @@ _SMALL = 1 << 16
 class _Layers:
     """Both passes over the stacked layers."""
 
-    def __init__(
-        self, params, slots: Mapping[str, Any], exponents: Mapping[str, Any], tokens_BL, config, par: Parallel
-    ):
+    def __init__(self, params, slots: Mapping, exponents: Mapping, tokens_BL, *, config: ModelConfig, par: Parallel):
         self.depth = config.n_layers
         self._differentiated = params, slots
         self._others = exponents, windows_of(config)
