@@ -188,7 +188,7 @@ class DataParallelConfig(Checked):
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
     overlap: bool | None = None
-    """Send each layer's gradients beside the backward pass of the layer before it; None: after the backward pass."""
+    """Experimental: send each layer's gradients beside the backward pass of the layer before it; None: after it all."""
 
     def check_fields(self) -> None:
         for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):

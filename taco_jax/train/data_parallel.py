@@ -97,7 +97,7 @@ class DataParallel:
         self._gradient_buckets = [[rest[i] for i in bucket] for bucket in of_rest]
 
     def _is_by_layer(self, path, shape, spec: P) -> bool:
-        """Returns whether a leaf is summed layer by layer: matrices of layers, of which each rank of tp has its own part.
+        """Returns whether a leaf is summed layer by layer: layers' matrices, of which each rank of tp has its own part.
 
         Gradients of what ranks of tp have in common are summed over tp first, once for all layers.
         """
