@@ -13,7 +13,8 @@ With --data-parallel: a step of the whole batch on --ranks, gradients exact (`no
 one device with its part of the batch, which sends nothing. Other flags go to the trainer. The link is the machine's;
 NCCL_P2P_DISABLE=1 before the command gives another one.
 
-ways    GRADIENTS, a codec of data_parallel.gradients; or zero1:GRADIENTS:WEIGHTS, with shares of the optimiser's state
+ways    GRADIENTS, a codec of data_parallel.gradients; or zero1:GRADIENTS:WEIGHTS, with shares of the optimiser's state;
+        either with +overlap, gradients beside the backward pass (data_parallel.overlap)
 output  OUT/README.md (hardware, commit, command, tables), OUT/summary.json
 """
 
@@ -41,6 +42,7 @@ from taco_jax.train import dry_run, step
 # Steps before the first that counts: allocation, the first collectives.
 WARM_UP = 2
 ONE, PART, EXACT = "one device", "one device, its part of the batch", "none"
+OVERLAP = "+overlap"
 
 
 @dataclasses.dataclass
@@ -80,9 +82,10 @@ def rank_rows(args, global_batch: int) -> list[Row]:
     rows = [Row(PART, [*common, *alone])]
     for way in args.ways:
         zero1 = way.startswith("zero1:")
-        gradients, _, weights = way.removeprefix("zero1:").partition(":")
+        gradients, _, weights = way.removesuffix(OVERLAP).removeprefix("zero1:").partition(":")
         flags = ["--mesh.dp", str(args.ranks), "--data-parallel.gradients", gradients]
         flags += ["--data-parallel.zero1", "--data-parallel.parameters", weights or "none"] if zero1 else []
+        flags += ["--data-parallel.overlap", "True"] if way.endswith(OVERLAP) else []
         rows.append(Row(way, [*common, *flags], EXACT))
     return rows
 
@@ -117,7 +120,8 @@ def main(arguments: Sequence[str]) -> None:
     own |= {"accumulation": "--microbatches says how many"}
     own |= {f"pipeline.{key}": f"--{flag} says which" for key, flag in
             (("schedule", "schedules"), ("chunks", "chunks"), ("microbatches", "microbatches"))}  # fmt: skip
-    own |= {f"data-parallel.{key}": "--data-parallel names the ways" for key in ("gradients", "zero1", "parameters")}
+    own |= {f"data-parallel.{key}": "--data-parallel names the ways"
+            for key in ("gradients", "zero1", "parameters", "overlap")}  # fmt: skip
     base = runs.experiment(args.config, flags, own, ["--mesh.dp", "1", "--mesh.tp", "1"], validated=False)
     groups = {f"stages, remat {remat}": stage_rows(args, remat) for remat in args.remats if args.schedules}
     if args.ways:
@@ -125,7 +129,8 @@ def main(arguments: Sequence[str]) -> None:
     parse = lambda row: check(cli.parse(["--config", args.config, *flags, *exact_sums(flags), *row.flags]))
     configs = {name: [parse(row) for row in rows] for name, rows in groups.items()}
     runs.folder("--out", args.out)
-    cli.select_devices(base.devices, deterministic=base.deterministic, in_order=False)
+    in_order = any(way.endswith(OVERLAP) for way in args.ways)
+    cli.select_devices(base.devices, deterministic=base.deterministic, in_order=in_order)
     for name, rows in groups.items():
         measure(name, rows, configs[name], args)
         write(args, base, groups)

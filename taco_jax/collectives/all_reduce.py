@@ -93,14 +93,25 @@ def _two_shot(message: Message, x: jax.Array, exponent, key) -> Hopping:
     return y, merge(measures)
 
 
+def start_reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> AsyncCollective:
+    """Row r of the summed [P, N] for rank r, x's dtype[N], and the measure of its hop, which has been started; the own
+    term unquantised."""
+    return AsyncCollective(_scatter(message, x_PN, exponent, key), 1)
+
+
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
-    """Row r of the summed [P, N] for rank r, x's dtype[N]: one hop, the own term unquantised."""
+    """The result of `start_reduce_scatter`."""
+    return start_reduce_scatter(message, x_PN, exponent, key).done()
+
+
+def _scatter(message: Message, x_PN: jax.Array, exponent, key) -> Hopping:
     codec, (p, n) = message.codec, x_PN.shape
     x_S, rank = to_varying(x_PN, message.axis).reshape(-1), lax.axis_index(message.axis)
     chunks = cut(dispatch.Geometry(p * n, p, n), message.chunks, codec.block)
     arrived, measures, hops = send_chunks(
         message, chunks, x_S, exponent, key=key, send=lambda wires: swap(message, wires)
     )
+    arrived = yield arrived
     pieces = [
         dispatch.reduce_decode(codec, geometry, received, x_S, rank=rank, exponent=exponent, backend=message.backend)
         for geometry, received in zip(chunks, arrived)

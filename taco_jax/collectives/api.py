@@ -33,7 +33,7 @@ from taco_jax.collectives.async_collective import AsyncCollective, without_deriv
 from taco_jax.collectives.call import DIRECTIONS, Call, check_call
 from taco_jax.collectives.manual_region import AxisName, Rest, axis_tuple, cut_over_rest, permute, to_varying
 from taco_jax.collectives.message import Label
-from taco_jax.collectives.vjp import Operation, apply, start_all_reduce
+from taco_jax.collectives.vjp import Operation, apply, start_all_reduce, start_reduce_scatter
 from taco_jax.compat import varying_axes
 from taco_jax.compression.compression import as_integer, refuse_options
 
@@ -198,6 +198,22 @@ def start_psum(
     exponents = call.scales.exponents
     exponent = None if exponents is None else exponents[DIRECTIONS.index(direction)]
     return start_all_reduce(message, to_varying(x, axis_name), exponent, None)
+
+
+def start_psum_scatter(x_PN, axis_name: AxisName, *, compression, calls=1, site="psum_scatter") -> AsyncCollective:
+    """`psum_scatter` of an array [P, N] along its first dim under way, for the caller to time its hops: [N] of rank r.
+
+    As `start_psum` it has no derivative. calls: how often the message is sent in a step.
+    """
+    call = check_call("start_psum_scatter", axis_name, compression)
+    x_PN = jnp.asarray(x_PN)
+    if x_PN.ndim != 2 or x_PN.shape[0] != (ranks := lax.axis_size(axis_name)):
+        raise ValueError(f"start_psum_scatter: x is {list(x_PN.shape)}: must be [P, N], of P={ranks} ranks")
+    message = call.message(Label(site, "forward", calls), x_PN.shape, x_PN.nbytes, operation="psum_scatter",
+                           one_kernel=False)  # fmt: skip
+    if not message.codec.exact:
+        x_PN = without_derivative(x_PN)
+    return start_reduce_scatter(message, to_varying(x_PN, axis_name))
 
 
 _checked = functools.partial(check_call, partly=True)

@@ -29,8 +29,9 @@ class AsyncCollective:
         self._of_result = function
         return self
 
-    def overlap_with(self, value: jax.Array) -> jax.Array:
-        """`value`, computed while the hop under way travels; then the next one starts, or the result is made.
+    def overlap_with(self, value: Any) -> Any:
+        """`value`, an array or a tree of them, computed while the hop under way travels; then the next one starts, or
+        the result is made.
 
         Whoever uses the value waits for the hop, and the next hop for the value. Without this XLA puts what it likes
         between them, and often nothing beside one of them. jax 0.10 cannot say it of values that vary over different
@@ -38,9 +39,10 @@ class AsyncCollective:
         """
         if not self.hops:
             return value
-        value, *arrays = barrier(value, *self._arrays)
-        self._next(arrays)
-        return value
+        leaves, structure = jax.tree.flatten(value)
+        held = barrier(*leaves, *self._arrays)
+        self._next(list(held[len(leaves) :]))
+        return jax.tree.unflatten(structure, held[: len(leaves)])
 
     def done(self) -> tuple[jax.Array, Any]:
         """Finishes it, with nothing beside; returns (result, measure)."""

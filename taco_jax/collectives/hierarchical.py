@@ -79,8 +79,18 @@ def _all_reduce(message: Message, x: jax.Array, exponent, key) -> Hopping:
     return y.reshape(x.shape), merge(measures)
 
 
+def start_reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> AsyncCollective:
+    """Row r of the summed [P, N] for rank r, x's dtype[N], and the measure of both hops, of which the first has been
+    started; the own terms unquantised on both."""
+    return AsyncCollective(_scatter(message, x_PN, exponent, key), 2)
+
+
 def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[jax.Array, jax.Array]:
-    """Row r of the summed [P, N] for rank r, x's dtype[N], the own terms unquantised on both hops."""
+    """The result of `start_reduce_scatter`."""
+    return start_reduce_scatter(message, x_PN, exponent, key).done()
+
+
+def _scatter(message: Message, x_PN: jax.Array, exponent, key) -> Hopping:
     levels = _Levels(message, exponent, key)
     inner, outer, (p, n) = levels.inner, levels.outer, x_PN.shape
     x_S = to_varying(x_PN, message.axis).reshape(-1)
@@ -93,6 +103,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
         return swap(inner, wires_LHW.reshape(inner.ranks, -1))
 
     arrived, measures, sent_inside = send_chunks(inner, chunks, x_S, exponent, key=levels.inner_key, send=send)
+    arrived = yield arrived
     pieces, sent_between, gathered = [], [], []
     for k, (chunk, received) in enumerate(zip(chunks, arrived)):
         sums_HN = levels.sums_of_hosts_rows(received, x_S, chunk)
@@ -103,6 +114,7 @@ def reduce_scatter(message: Message, x_PN: jax.Array, exponent, key) -> tuple[ja
         measures.append(levels.in_own_units(measure))
         sent_between += sent
         pieces.append((whole, sums_HN.reshape(-1)))
+    gathered = yield gathered
     pieces = [
         dispatch.reduce_decode(
             outer.codec, whole, received, sums, rank=outer.rank, exponent=levels.outer_exponent, backend=message.backend

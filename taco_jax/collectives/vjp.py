@@ -244,6 +244,22 @@ def _exact_psum(message: Message, x):
     return y, None
 
 
+def start_reduce_scatter(message: Message, x_PN) -> AsyncCollective:
+    """Row r of the summed x[P, N] for rank r (measure None where it is exact), its first hop started, by NCCL."""
+    exact = message.codec.exact or message.ranks == 1
+    if exact:
+        return AsyncCollective(_exact_scatter(message, x_PN), 1)
+    kind = hierarchical if message.local else all_reduce
+    return kind.start_reduce_scatter(message, x_PN, None, None)
+
+
+def _exact_scatter(message: Message, x_PN):
+    """jax.lax.psum_scatter, listed in the site table."""
+    _record_exact("psum_scatter", message, x_PN, x_PN.size)
+    (y_N,) = yield [lax.psum_scatter(x_PN, message.axis)]
+    return y_N, None
+
+
 def _psum_scatter(op, message, x, exponent, key):
     (dim,) = op.dims
     x = to_varying(x, message.axis)

@@ -65,11 +65,18 @@ def least_bytes(compressions: Iterable[Compression | None], ranks: int, device: 
     return max(found)
 
 
-def compiler_options(chains: int, platform: str) -> dict[str, int | str] | None:
-    """Returns CHAIN_OPTIONS with chains on a GPU, else None. XLA_FLAGS have the last word."""
-    if chains == 1 or platform == "cpu":
+def compiler_options(chains: int, platform: str, gradients: bool = False) -> dict[str, int | str] | None:
+    """Returns CHAIN_OPTIONS with chains on a GPU, else None. XLA_FLAGS have the last word.
+
+    gradients: layers' gradients travel beside the backward pass. XLA is to suppose long messages for these too; what it
+    merges of them is to be one message.
+    """
+    if platform == "cpu" or not (chains > 1 or gradients):
         return None
-    return unless_in_flags(CHAIN_OPTIONS)
+    options = CHAIN_OPTIONS
+    if chains == 1:
+        options = {name: value for name, value in options.items() if name.endswith("perf_table_path")}
+    return unless_in_flags(options)
 
 
 def unless_in_flags(options: Mapping[str, int | str]) -> dict[str, int | str]:

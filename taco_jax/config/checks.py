@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from taco_jax.codec import AUTO
-from taco_jax.config.derived import get, pipeline_schedule, with_codecs
+from taco_jax.config.derived import get, pipeline_schedule, why_no_overlap, with_codecs
 from taco_jax.config.device_selection import parse_devices
 from taco_jax.config.lora import matrices
 from taco_jax.config.settings import REMAT, TrainConfig, divisors
@@ -21,6 +21,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_batch(config)
     _check_model(config)
     _check_stages(config)
+    _check_overlap(config)
     _check_documents(config)
     _check_adapters(config)
     _check_limits(config)
@@ -67,6 +68,15 @@ def _check_stages(config: TrainConfig) -> None:
         raise ConfigError(
             f"pipeline.chunks={schedule.chunks}: must divide the {of_stage} layers of a stage (model.n_layers / "
             f"mesh.pp); try {listed(divisors(of_stage))}"
+        )
+
+
+def _check_overlap(config: TrainConfig) -> None:
+    # With one rank there is nothing to send, as for all of data_parallel.
+    if config.data_parallel.overlap and config.mesh.dp > 1 and (key := why_no_overlap(config)) is not None:
+        raise ConfigError(
+            f"data_parallel.overlap=True: must be False with {key}, where no layer's gradients are whole, or shares "
+            "are of whole layers; leave it out"
         )
 
 

@@ -118,6 +118,36 @@ def remat(config: TrainConfig) -> tuple[str, str]:
     return "none", "no stages"
 
 
+def overlap(config: TrainConfig) -> tuple[bool, str]:
+    """Returns whether each layer's gradients are sent over dp beside the backward pass of the layer before, and why.
+
+    By itself nothing does so yet: it was not measured.
+    """
+    if (key := why_no_overlap(config)) is not None:
+        return False, key
+    if config.data_parallel.overlap is not None:
+        return config.data_parallel.overlap, "as configured"
+    return False, "--data-parallel.overlap sends each layer's beside the one before it"
+
+
+def why_no_overlap(config: TrainConfig) -> str | None:
+    """Returns the setting with which no layer's gradients are whole before the backward pass ends, or with which an
+    optimiser's shares are of whole layers; None where there is none."""
+    if config.mesh.dp == 1:
+        return "mesh.dp=1"
+    if config.mesh.pp > 1:
+        return f"mesh.pp={config.mesh.pp}"
+    if config.accumulation > 1:
+        return f"accumulation={config.accumulation}"
+    if config.model.n_layers == 1:
+        return "model.n_layers=1"
+    if config.lora.rank is not None:
+        return f"lora.rank={config.lora.rank}"
+    if config.data_parallel.zero1 and config.optimizer.name == "muon":
+        return "data_parallel.zero1 and optimizer.name='muon'"
+    return None
+
+
 def pipeline_schedule(config: TrainConfig) -> Schedule | None:
     """The schedule of a run's pipeline; None where mesh.pp is 1. Only circular has several chunks."""
     p, stages = config.pipeline, config.mesh.pp

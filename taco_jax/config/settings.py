@@ -189,6 +189,8 @@ class DataParallelConfig(Checked):
     """How zero1 sends updated weights: none (float32), bfloat16, auto, or a codec, for the change of all's copy."""
     bucket_mb: float = 256.0
     """MB (1e6 bytes, as float32) of gradients or weights that travel together; larger leaves go in as many parts."""
+    overlap: bool | None = None
+    """Experimental: send each layer's gradients beside the backward pass of the layer before it; None: after it all."""
 
     def check_fields(self) -> None:
         for key, other in (("gradients", "sdp4"), ("parameters", "bfloat16")):

@@ -77,6 +77,11 @@ def forward(params: Params, tokens_BL: jax.Array, config: ModelConfig, par: Para
     stream = through_layers(
         params["layers"], x_BLD, tokens_BL.shape[1], config, par=par, state=state, documents_BL=documents_BL
     )
+    return after_layers(params, stream, config, par, state)
+
+
+def after_layers(params: Params, stream: ResidualStream, config: ModelConfig, par: Parallel, state: State) -> jax.Array:
+    """Returns `forward`'s result of the stream after the layers."""
     x_BLD = stream.x_BLD
     if par.feeds_gradients_back("head"):
         x_BLD, _ = fed_column_input(x_BLD, stream.carrier_BLD, par, state, "head")

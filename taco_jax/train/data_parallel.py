@@ -13,7 +13,8 @@ links are fast, and in 4 bits between hosts.
 Gradients and parameters travel in buckets: leaves side by side, each from a multiple of the codec's block, so that no
 block has elements of two; a leaf above the bucket's size goes in as many chunks. Buckets depend on nothing of each
 other, and that of an untied head, whose gradient is ready first, is its own: XLA may send one while it computes the
-next. Layers are scanned, so that the gradients of all layers come together, when the backward pass ends.
+next. Layers are scanned, so that the gradients of all layers come together, when the backward pass ends; with
+`data_parallel.overlap` each layer's matrices have a message of their own before that (`taco_jax.train.layer_sums`).
 
 Bytes sent by one rank, for n elements of a device's part of the parameters and P ranks: (P-1)/P wire_bytes(n) for the
 gradients, the same for the parameters; without ZeRO-1 2 (P-1)/P wire_bytes(n) for the gradients alone. In levels,
@@ -42,7 +43,8 @@ from taco_jax.collectives.manual_region import axis_tuple
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.collectives.transport import chunk_elements, pack, unpack
 from taco_jax.compression.compression import MAX_CHUNKS, Compression
-from taco_jax.config import TrainConfig
+from taco_jax.config import TrainConfig, overlap
+from taco_jax.train.layer_sums import LayerSums
 from taco_jax.train.shards import Cut, buckets, cut
 
 GRADIENTS, PARAMETERS = comm_log.GRADIENTS, "dp/params"
@@ -78,13 +80,29 @@ class DataParallel:
         self.copy_dtype = jnp.dtype(BF16 if c.parameters == BF16 else config.compute_dtype)
         self.differences = self.has_copy and c.parameters != BF16
         sizes = dict(mesh.shape)
-        self.cuts = jax.tree.map(lambda shape, spec: cut(shape.shape, spec, sizes, self.ranks), shapes, specs)
+        # Leaves whose gradients are summed layer by layer, inside of the backward pass.
+        self.by_layer = jax.tree_util.tree_map_with_path(self._is_by_layer, shapes, specs)
+        own_cut = lambda shape, spec, layers: cut(shape.shape, spec, sizes, self.ranks, first=int(layers))
+        self.cuts = jax.tree.map(own_cut, shapes, specs, self.by_layer)
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.cuts)
         self._cuts: list[Cut] = [c for _, c in flat]
         # A device's parts of leaves that are the same along tp stay so, as far as types can tell, only by themselves.
         groups = [(_axes(cut.spec), path[0] == jax.tree_util.DictKey("head")) for path, cut in flat]
         self._limit = max(1, int(c.bucket_mb * 1e6) // 4)
-        self._buckets = buckets([math.prod(cut.shape) for cut in self._cuts], groups, self._limit)
+        elements = [math.prod(cut.shape) for cut in self._cuts]
+        self._buckets = buckets(elements, groups, self._limit)
+        self._by_layer: list[bool] = jax.tree.leaves(self.by_layer)
+        rest = [i for i, layers in enumerate(self._by_layer) if not layers]
+        of_rest = buckets([elements[i] for i in rest], [groups[i] for i in rest], self._limit)
+        self._gradient_buckets = [[rest[i] for i in bucket] for bucket in of_rest]
+
+    def _is_by_layer(self, path, shape, spec: P) -> bool:
+        """Returns whether a leaf is summed layer by layer: layers' matrices, of which each rank of tp has its own part.
+
+        Gradients of what ranks of tp have in common are summed over tp first, once for all layers.
+        """
+        in_layers = path[0] == jax.tree_util.DictKey("layers")
+        return overlap(self.config)[0] and in_layers and len(shape.shape) > 2 and "tp" in _axes(spec)
 
     @property
     def codecs(self) -> list[str]:
@@ -100,8 +118,9 @@ class DataParallel:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one rank's gradients before they are summed, on one device."""
-        return sum(4 * math.prod(c.shape) for c in self._cuts)
+        """Bytes of one rank's gradients before they are summed, on one device; of layers' sums, what the rank keeps."""
+        kept = lambda c, layers: c.share_shape if layers and self.sharded else c.shape
+        return sum(4 * math.prod(kept(c, layers)) for c, layers in zip(self._cuts, self._by_layer, strict=True))
 
     @property
     def share_specs(self) -> Any:
@@ -116,27 +135,42 @@ class DataParallel:
 
     @property
     def partial_specs(self) -> Any:
-        """Specs of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims."""
-        return jax.tree.map(lambda spec: P("dp", *spec), self.specs)
+        """Specs of what `reduce` takes: a leading dim of dp ranks before a leaf's own dims; of sums those of sums."""
+        partial = lambda spec, summed, layers: summed if layers else P("dp", *spec)
+        return jax.tree.map(partial, self.specs, self.sum_specs, self.by_layer)
+
+    @property
+    def sum_specs(self) -> Any:
+        """Specs of summed gradients."""
+        return self.share_specs if self.sharded else self.specs
 
     def reduce(self, partial: Any) -> Any:
-        """The sum of every rank's gradients float32[dp, ...]: shares with ZeRO-1, else whole on every rank."""
-        local = lambda partial: self._reduce(jax.tree.map(lambda g: g.squeeze(0), partial))
-        return self._map(local, self.partial_specs, out_specs=self.share_specs if self.sharded else self.specs)(partial)
+        """The sum of every rank's gradients float32[dp, ...]: shares with ZeRO-1, else whole on every rank.
+
+        Leaves of `by_layer` are sums already.
+        """
+        alone = lambda g, layers: g if layers else g.squeeze(0)
+        local = lambda partial: self._reduce(jax.tree.map(alone, partial, self.by_layer))
+        return self._map(local, self.partial_specs, out_specs=self.sum_specs)(partial)
 
     def _reduce(self, grads: Any) -> Any:
         if self.ranks == 1 or (not self.sharded and self.gradients.is_exact):
             # XLA makes its own buckets of an exact sum.
-            size = sum(leaf.size for leaf in jax.tree.leaves(grads))
-            comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32))
-            return lax.psum(grads, "dp")
+            leaves = self._tree.flatten_up_to(grads)
+            rest = [i for bucket in self._gradient_buckets for i in bucket]
+            size = sum(leaves[i].size for i in rest)
+            kind = "gradient" if any(self._by_layer) else "other"  # as the layers' messages are
+            comm_log.exact(GRADIENTS, "backward", "psum", "dp", jax.ShapeDtypeStruct((size,), jnp.float32), kind=kind)
+            for i, total in zip(rest, lax.psum([leaves[i] for i in rest], "dp"), strict=True):
+                leaves[i] = total
+            return self._tree.unflatten(leaves)
         with comm_log.marked("gradient", "backward"):
             return self._reduce_buckets(grads, self._block(*self._gradient_codecs))
 
     def _reduce_buckets(self, grads: Any, block: int) -> Any:
         leaves = self._tree.flatten_up_to(grads)
         out = list(leaves)
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self._gradient_buckets):
             site, cuts = f"{GRADIENTS}/{number}", [self._cuts[i] for i in bucket]
             if self.sharded:
                 rows = [c.rows(leaves[i]) for c, i in zip(cuts, bucket)]
@@ -151,6 +185,16 @@ class DataParallel:
                 for i, part in zip(bucket, unpack(packed, [leaves[i].size for i in bucket], block)):
                     out[i] = part.reshape(leaves[i].shape)
         return self._tree.unflatten(out)
+
+    @property
+    def layer_sums(self) -> LayerSums:
+        """The messages of one layer's gradients."""
+        cuts = [c.of_layer() for c, layers in zip(self._cuts, self._by_layer, strict=True) if layers]
+        codec, block = self._gradient_codecs[0], self._block(*self._gradient_codecs)
+        size = sum(math.prod(c.shape) + -math.prod(c.shape) % block for c in cuts)
+        options = self._options(self.gradients, size, f"{GRADIENTS}/layer")
+        tiled = functools.partial(self._tiled, codec=codec)
+        return LayerSums(cuts, self.sharded, block, tiled, options)
 
     # Parameters
 

@@ -20,7 +20,7 @@ from pallas_kernels.nvlink.support import OPERATIONS as LINK_OPERATIONS
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import dispatch, tuned
-from taco_jax.config import ConfigError, TrainConfig, chains, microbatch, remat, sequence_parallel, to_dict
+from taco_jax.config import ConfigError, TrainConfig, chains, microbatch, overlap, remat, sequence_parallel, to_dict
 from taco_jax.mesh import make_mesh
 from taco_jax.train import links, optim
 from taco_jax.train import step as step_lib
@@ -256,6 +256,9 @@ def _data_parallel_text(program: step_lib.Program) -> list[str]:
         hosts = f"{dp.ranks // inside} hosts of {inside} ranks" if inside < dp.ranks else "one host"
         level = {1: ", so only the level between hosts", dp.ranks: ", so only the level inside"}.get(inside, "")
         lines.append(f"  sdp4: {hosts}{level} ({_source_of_hosts(program)})")
+    on, why = overlap(program.config)
+    sent = "each layer's beside the layer before it, in the backward pass" if on else "after the backward pass"
+    lines.append(f"  sent {sent} ({why})")
     if not dp.sharded:
         lines.append("  optimiser state: whole on every rank (data_parallel.zero1 shares it out)")
     else:

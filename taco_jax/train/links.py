@@ -85,9 +85,14 @@ def describe(plan: Iterable[tuple[str, Compression | None]], config: TrainConfig
     return f"copied: no sums ({why_not_copied(config, mesh) or 'as configured'})"
 
 
-def compiler_options(plan: Iterable[tuple[str, Compression | None]], count: int, platform: str):
-    """Returns XLA's options for layers in so many chains, and for copies where the plan has some; None for none."""
-    options = rule.compiler_options(count, platform) or {}
+def compiler_options(
+    plan: Iterable[tuple[str, Compression | None]], count: int, platform: str, gradients: bool = False
+) -> dict[str, int | str] | None:
+    """Returns XLA's options for layers in so many chains, and for copies where the plan has some; None for none.
+
+    gradients: layers' gradients travel beside the backward pass (`taco_jax.compression.chains.compiler_options`).
+    """
+    options = rule.compiler_options(count, platform, gradients) or {}
     compressions = [c for _, c in plan if c is not None]
     if platform != "cpu" and any(c.link == "copy" for c in compressions):
         options |= rule.unless_in_flags(PIECE_OPTIONS)

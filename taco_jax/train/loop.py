@@ -24,7 +24,7 @@ import jax
 
 from taco_jax import data
 from taco_jax.compression.plan_file import feeds_back
-from taco_jax.config import ConfigError, TrainConfig, chains, cli
+from taco_jax.config import ConfigError, TrainConfig, chains, cli, overlap
 from taco_jax.config.checks import check
 from taco_jax.config.derived import with_codecs
 from taco_jax.config.stored import own_codecs
@@ -48,7 +48,8 @@ class TrainingError(RuntimeError):
 
 def main(args: Sequence[str]) -> int:
     config = check(_keeping_codecs(init_from.with_model(cli.parse(args), cli.given(args))))
-    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=chains(config)[0] > 1)
+    in_order = chains(config)[0] > 1 or overlap(config)[0]
+    cli.select_devices(config.devices, deterministic=config.deterministic, in_order=in_order)
     return distributed.run(config, _work)
 
 
@@ -255,6 +256,8 @@ class Run:
         count, why = chains(config, mesh.devices.flat[0])
         if count > 1:
             say(f"chains: {count} ({why})")
+        if self.program.overlapped:
+            say("gradients: each layer's are sent beside the backward pass of the layer before it")
         if self.guard is not None:
             say(self.guard.words())
         if config.mesh.pp > 1:

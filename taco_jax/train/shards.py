@@ -54,6 +54,10 @@ class Cut:
         entries[self.dim] = axes if len(axes) > 1 else axes[0]
         return PartitionSpec(*entries)
 
+    def of_layer(self) -> Cut:
+        """The cut of one layer of a stacked leaf, which is not cut along its layers."""
+        return Cut(self.shape[1:], self.ranks, self.dim - 1, PartitionSpec(*self.spec[1:]))
+
     def rows(self, x: jax.Array) -> jax.Array:
         """A device's part of the leaf -> [P, N], all shares."""
         x = self._padded(x)
@@ -85,14 +89,14 @@ class Cut:
         return jnp.pad(x, widths)
 
 
-def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int], ranks: int) -> Cut:
+def cut(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int], ranks: int, first: int = 0) -> Cut:
     """The cut of a leaf of global `shape`, spread over mesh axes of `sizes` as `spec` says, with the least padding.
 
-    Of several such dims it is the first: shares are then the most contiguous.
+    Of several such dims it is the first: shares are then the most contiguous. first: the first dim that may be cut.
     """
     parts = [math.prod(sizes[a] for a in axis_tuple(entry)) if entry is not None else 1 for entry in spec]
     local = tuple(n // p for n, p in itertools.zip_longest(shape, parts, fillvalue=1))
-    cuts = [Cut(local, ranks, dim, spec) for dim in range(len(shape))]
+    cuts = [Cut(local, ranks, dim, spec) for dim in range(first, len(shape))]
     return min(cuts, key=lambda c: math.prod(c.share_shape))
 
 

@@ -34,6 +34,7 @@ from taco_jax.config import (
     ConfigError,
     TrainConfig,
     chains,
+    overlap,
     pipeline_schedule,
     remat,
     sequence_parallel,
@@ -47,7 +48,7 @@ from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.run_config import Parallel
 from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
-from taco_jax.train import links, optim
+from taco_jax.train import layered_backward, links, optim
 from taco_jax.train.base import Base
 from taco_jax.train.data_parallel import DataParallel
 from taco_jax.train.muon import WholeMatrices
@@ -180,6 +181,7 @@ class Program:
         self._check_codecs()
         shapes = jax.eval_shape(self._new_params, jax.random.key(0))
         self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
+        self.overlapped = overlap(config)[0]
         stacked_dims = 1 if self._chunks == 1 else 2
         orthogonal = WholeMatrices(self.data_parallel, stacked_dims)
         self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, stacked_dims, orthogonal)
@@ -332,9 +334,8 @@ class Program:
 
     def _compile(self, lowered):
         platform = self.mesh.devices.flat[0].platform
-        return lowered.compile(
-            compiler_options=links.compiler_options(self.parallel.plan, self.parallel.chains, platform)
-        )
+        options = links.compiler_options(self.parallel.plan, self.parallel.chains, platform, self.overlapped)
+        return lowered.compile(compiler_options=options)
 
     @functools.cached_property
     def eval_step(self):
@@ -379,7 +380,10 @@ class Program:
         return loss, self.data_parallel.reduce(partial), measures
 
     def _partial_gradients(self, state: TrainState, tokens, with_stats: bool):
-        """(loss, each dp rank's gradients [dp, ...], measures of the sites) of a batch of tokens int32[B, L + 1]."""
+        """(loss, each dp rank's gradients [dp, ...], measures of the sites) of a batch of tokens int32[B, L + 1].
+
+        Gradients that were summed in the backward pass (`DataParallel.by_layer`) are as `reduce` leaves them.
+        """
         config, width = self.config, len(STATS) if with_stats else 1
         predicted = tokens.shape[0] * (tokens.shape[1] - 1)
         exponents = self._exponents(state)
@@ -388,6 +392,7 @@ class Program:
             params, base = (self._varying(tree) for tree in (params, base))
             slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
 
+            dp = self.data_parallel
             gradient = self._value_and_grad(base, exponents, predicted)
             if config.accumulation == 1:
                 total, (grads, measures) = gradient(params, slots, tokens_BL)
@@ -404,7 +409,8 @@ class Program:
                 measures = jax.tree.map(merge_uses, measures)
             if self.schedule_of_stages is not None:
                 total, grads = pipeline.sum_over_stages(total, grads)
-            return _dp_sum("dp/loss", total), jax.tree.map(lambda g: g[None], grads), _over_devices(measures)
+            grads = jax.tree.map(lambda g, summed: g if summed else g[None], grads, dp.by_layer)
+            return _dp_sum("dp/loss", total), grads, _over_devices(measures)
 
         run = jax.shard_map(
             local,
@@ -431,7 +437,14 @@ class Program:
             arguments = (params, slots, exponents, *batch, 1 / predicted, *model)
             return pipeline.value_and_grad(*arguments, base=base)
 
-        return jax.value_and_grad(loss, argnums=(0, 1)) if self.schedule_of_stages is None else of_stages
+        def layer_by_layer(params, slots, tokens_BL):
+            dp = self.data_parallel
+            own = {"config": self.config.model, "par": self.parallel, "by_layer": dp.by_layer, "sums": dp.layer_sums}
+            return layered_backward.value_and_grad(params, slots, exponents, tokens_BL, predicted, **own)
+
+        if self.schedule_of_stages is not None:
+            return of_stages
+        return layer_by_layer if self.overlapped else jax.value_and_grad(loss, argnums=(0, 1))
 
     def _eval(self, state: TrainState, batch):
         tokens = batch["tokens"]

@@ -1,4 +1,5 @@
-"""Chains put matrix products beside messages, in the order in which XLA runs a training step on H100s."""
+"""Chains, and sums of gradients over dp in the backward pass, put matrix products beside messages, in the order in
+which XLA runs a training step on H100s."""
 
 import jax
 import numpy as np
@@ -8,7 +9,14 @@ from aot.topology import devices
 from jax.sharding import AxisType
 
 from pallas_kernels import compat
-from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from taco_jax.config import (
+    CompressionConfig,
+    DataConfig,
+    DataParallelConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from taco_jax.train.step import build
 
 MODEL = ModelConfig(
@@ -87,3 +95,44 @@ def test_two_chains_send_the_bytes_of_one():
         elements for _, _, elements in collectives(compiled_step("taco", n)) if elements > MESSAGE // 2
     )
     assert sizes(2) == pytest.approx(sizes(1), rel=0.01)
+
+
+SMALL = ModelConfig(
+    vocab_size=4096, d_model=512, n_layers=3, n_heads=8, n_kv_heads=8, head_dim=64, d_mlp=2048, gated_mlp=False
+)
+
+
+def in_backward_loop(dp, **settings):
+    """(opcode, products beside it) of each layer's messages in the loop of the backward pass, and products there."""
+    mesh = jax.sharding.Mesh(
+        np.array(devices(dp)).reshape(dp, 1, 1), ("dp", "pp", "tp"), axis_types=(AxisType.Auto,) * 3
+    )
+    config = TrainConfig(
+        model=SMALL, mesh=MeshConfig(dp=dp), compression=CompressionConfig("none", "none"),
+        data=DataConfig(sequence_length=256), global_batch=8, remat="dots", attention_implementation="xla",
+        data_parallel=DataParallelConfig(overlap=True, **settings),
+    )  # fmt: skip
+    compiled = build(config, mesh).step
+    found = [(i, n) for i, n in beside_collectives(compiled, 1 << 20) if "while/body" in i.text]
+    names = {i.name for i, _ in found}
+    body = next(body for body in computations(compiled).values() if names & {i.name for i in body})
+    return [(i.opcode, n) for i, n in found], sum("gemm" in i.name or "$gemm" in i.text for i in body)
+
+
+@pytest.mark.parametrize(
+    "dp, settings, messages",
+    [
+        (2, dict(gradients="none"), ["all-reduce"]),
+        (2, dict(gradients="int8h"), ["all-gather"]),
+        (2, dict(gradients="none", zero1=True), ["reduce-scatter"]),
+        (2, dict(gradients="int8h", zero1=True, parameters="int8h"), ["all-to-all"]),
+        (4, dict(gradients="int8h"), ["all-to-all", "all-gather"]),
+    ],
+    ids=str,
+)
+def test_gradients_travel_beside_the_products_of_another_layer(dp, settings, messages):
+    found, products = in_backward_loop(dp, **settings)
+    assert [opcode for opcode, _ in found] == messages
+    beside = [n for _, n in found]
+    # Two products of each of six matrices, and those of attention. Hops follow each other, none of them alone.
+    assert products >= 12 and sum(beside) == products and min(beside) >= products / 4

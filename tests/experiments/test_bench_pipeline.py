@@ -24,6 +24,10 @@ BAD = [
     (["--data-parallel", "none,none"], "must name each once"),
     (["--schedules", "", "--data-parallel", "none,int8"], "data_parallel.gradients='int8' is unknown: did you mean"),
     (["--schedules", "", "--data-parallel", ""], "--schedules='': must name one, or --data-parallel must"),
+    (
+        ["--data-parallel.overlap", "True"],
+        "--data-parallel.overlap True: no flag for a study's runs: --data-parallel names the ways",
+    ),
     (["--stages", "1"], "--stages=1: must be at least 2"),
     (["--steps-per-round", "0"], "--steps-per-round=0: must be at least 1"),
     (["--mesh.pp", "2"], "--mesh.pp 2: no flag for a study's runs: --stages and --ranks say how many"),

@@ -222,5 +222,5 @@ def test_settings_of_codecs():
     ]  # fmt: skip
     assert over(zero1=True, parameters="bfloat16").codecs == over().codecs == []
     assert dataclasses.asdict(DataParallelConfig()) == {
-        "gradients": None, "zero1": False, "parameters": "none", "bucket_mb": 256.0,
+        "gradients": None, "zero1": False, "parameters": "none", "bucket_mb": 256.0, "overlap": None,
     }  # fmt: skip

@@ -143,16 +143,21 @@ def data_parallel(dp=4, devices_per_host=None, **settings):
     return p, "\n".join(dry_run._data_parallel_text(p)).splitlines()
 
 
+AFTER = "  sent after the backward pass (--data-parallel.overlap sends each layer's beside the one before it)"
+
+
 def test_what_data_parallel_ranks_send_and_hold():
     assert data_parallel(1, gradients="int8h", zero1=True)[1] == []
     assert data_parallel()[1] == [
         "data parallelism (dp 4)",
         "  gradients: int8h over 4 ranks, float32 sums",
+        AFTER,
         "  optimiser state: whole on every rank (data_parallel.zero1 shares it out)",
     ]
     assert data_parallel(gradients="sdp4", devices_per_host=2, zero1=True, parameters="int6h")[1][1:] == [
         "  gradients: int8h inside hosts of 2 ranks, int4h between 2 hosts, float32 sums",
         "  sdp4: 2 hosts of 2 ranks (mesh.devices_per_host=2)",
+        AFTER,
         "  optimiser state: in 4 shares, float32 master weights too",
         "  parameters: whole on every rank in bfloat16, changes sent in int6h",
     ]
