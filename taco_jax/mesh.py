@@ -16,9 +16,9 @@ def make_mesh(dp: int = 1, pp: int = 1, tp: int = 1, devices: list | None = None
     devices = jax.devices() if devices is None else devices
     size = dp * pp * tp
     if size > len(devices):
-        kind = devices[0].platform
+        kind, verb = devices[0].platform, "is" if len(devices) == 1 else "are"
         raise ValueError(
-            f"mesh: dp {dp} x pp {pp} x tp {tp} needs {size} devices, there are {len(devices)} ({kind}); "
+            f"mesh: dp {dp} x pp {pp} x tp {tp} needs {size} devices, there {verb} {len(devices)} ({kind}); "
             f"make the mesh smaller, or emulate with --devices cpu:{size}"
         )
     return jax.make_mesh((dp, pp, tp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:size])

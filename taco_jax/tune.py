@@ -193,7 +193,7 @@ def tune(config: TuneConfig) -> dict[str, list[Point]]:
         raise ConfigError("tune runs in one process that drives all devices, this run has several")
     if len(devices) < 2:
         raise ConfigError(
-            f"tune needs at least 2 devices, there are {len(devices)} ({devices[0].platform}); "
+            f"tune needs at least 2 devices, there is {len(devices)} ({devices[0].platform}); "
             "to try it without GPUs, emulate with --devices cpu:4"
         )
     if not 2 <= ranks <= len(devices):

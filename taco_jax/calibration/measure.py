@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -285,9 +286,15 @@ class Program:
             return decoder.loss(params, *batch, *model)[0]
 
         if not self.gradients:
-            return {}, lax.psum(jax.grad(loss, argnums=1)(params, slots), axis)
+            return {}, _sum(jax.grad(loss, argnums=1)(params, slots), axis)
         gradient, measures = jax.grad(loss, argnums=(0, 1))(params, slots)
-        return gradient, lax.psum(measures, axis)
+        return gradient, _sum(measures, axis)
+
+
+def _sum(tree: Any, axis: str) -> Any:
+    """The psum of a tree as one collective: of single leaves some could run beside a loop (`probe._after`)."""
+    flat, unravel = ravel_pytree(tree)
+    return unravel(lax.psum(flat, axis))
 
 
 def _relative(changed, exact) -> jax.Array:

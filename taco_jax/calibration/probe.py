@@ -140,6 +140,7 @@ def _probed_bwd(probe, operation, residuals, ct):
     g, after = ct if fed else (ct, None)
     rows = [jnp.zeros_like(slot[0]), jnp.zeros_like(slot[0])]
     if _speaks(operation, "forward"):
+        x = _after(x, g)
         whole = g
         if operation.name == "all_gather" and operation.to == "varying":
             whole = lax.psum(g, operation.forward.axis)  # of what every rank makes of the same y
@@ -152,6 +153,8 @@ def _probed_bwd(probe, operation, residuals, ct):
         rows[1] = as_slot(probe._row(operation, "backward", g, dx, width), slot[0])
         if probe.injected is not None:
             dx = _switched(dx, probe.sent(operation, "backward", probe.injected, g), switches[1])
+    for row in rows:
+        dx = _after(dx, row)
     if fed:
         # Not the gradient of the error, which has none, but what the sum before this one needs to know.
         dx = dx, to_varying(g.astype(error.dtype), varying_axes(error))
@@ -170,6 +173,21 @@ def _speaks(operation: Operation, direction: str) -> bool:
 
 def _switched(y: jax.Array, sent: jax.Array, switch: jax.Array) -> jax.Array:
     return jnp.where(switch > 0, sent, y)
+
+
+def _after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """x, bit for bit, by an operation that waits for the whole of `earlier`.
+
+    On emulated devices XLA starts what comes after a loop over layers while the loop still runs, collectives too. All
+    have one channel, so that ranks then meet in different ones: the process aborts or waits for ever. A collective that
+    needs what came out of the last loop, and that the next loop needs, has no loop beside it. An optimization_barrier
+    orders instructions, and is gone when they start.
+    """
+    bits = lax.bitcast_convert_type(earlier.astype(jnp.float32), jnp.int32)
+    never = lax.shift_right_logical(jnp.sum(bits) & np.int32(2**31 - 1), np.int32(31))  # 0, which XLA does not see
+    more = tuple(varying_axes(never) - varying_axes(x))
+    never = lax.pmax(never, more) if more else never
+    return jnp.where(to_varying(never, varying_axes(x)) == 0, x, jnp.zeros_like(x))
 
 
 def _felt(error: jax.Array, g: jax.Array | None) -> list:

@@ -4,7 +4,9 @@ Dims: P ranks, B, L, D.
 """
 
 import dataclasses
+import re
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +161,37 @@ def test_sequence_parallel_messages():
     ]
     errors = [np.concatenate(sums(reference), 1) - terms_P.sum(0) for reference in _references()]
     _check_errors(scatter, "forward", errors, np.ones_like(errors[0]))
+
+
+@pytest.mark.parametrize("operation", ["psum", "copy"])
+def test_candidates_wait_for_the_gradient_and_it_for_them(operation):
+    """Beside a loop over layers, which XLA would start meanwhile, ranks meet in different collectives and abort."""
+
+    def compiled(pick):
+        def local(x, c):
+            c = lax.ppermute(c[0], "tp", [(rank, rank ^ 1) for rank in range(RANKS)])
+
+            def loss(slot, x):
+                scales = SiteScales(jnp.zeros(2, jnp.int32), slot)
+                if operation == "psum":
+                    return jnp.sum(lax.psum(c, "tp") * collectives.psum(x, "tp", compression=OPTIONS, scales=scales))
+                return jnp.sum(c * collectives.copy(lax.psum(x, "tp"), "tp", compression=OPTIONS, scales=scales))
+
+            return pick(*jax.grad(loss, argnums=(0, 1))(to_varying(jnp.zeros((2, WIDTH)), "tp"), x[0]))[None]
+
+        mapped = jax.shard_map(local, mesh=make_mesh(tp=RANKS), in_specs=P("tp"), out_specs=P("tp"))
+        with probed_by(PROBE):
+            return jax.jit(mapped).lower(_values(8, RANKS), _values(9, RANKS)).compile()
+
+    # What a gradient does not need XLA leaves out.
+    assert hlo.counts(compiled(lambda slot, gradient: gradient))["all-to-all"] == len(CODECS)
+    needs, sent = {}, []
+    for line in compiled(lambda slot, gradient: slot).as_text().splitlines():
+        name, *operands = re.findall(r"%([\w.-]+)", line.partition(", metadata=")[0]) or [""]
+        needs[name] = {name}.union(*(needs.get(operand, ()) for operand in operands))  # the text is in order
+        sent += [needs[name]] if " all-to-all(" in line else []
+    assert len(sent) == len(CODECS)
+    assert all(any("permute" in name for name in names) for names in sent)
 
 
 def test_a_slot_of_another_width_is_refused():

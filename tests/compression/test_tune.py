@@ -318,7 +318,7 @@ def test_one_device_is_too_few(monkeypatch, capsys, tmp_path):
     devices = cli.devices
     monkeypatch.setattr(cli, "devices", lambda name: devices(name)[:1])
     assert cli.run(tune.main, ["--output", str(tmp_path / "tuned.json")]) == 2
-    assert "error: tune needs at least 2 devices, there are 1 (cpu); to try it" in capsys.readouterr().err
+    assert "error: tune needs at least 2 devices, there is 1 (cpu); to try it" in capsys.readouterr().err
 
 
 def test_a_bad_file_is_found_before_anything_is_measured(tmp_path, capsys):
