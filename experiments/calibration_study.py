@@ -16,8 +16,9 @@ perplexity  the plans on the held-out windows of bench_perplexity.py, paired wit
 confirm     the plans, and codecs everywhere, on held-out text that nothing was chosen on: the next --more windows of
             the same sources, a window of each other source (--only: plans; --schemes: those of bench_perplexity.py)
 quickstart  the quickstart, trained a few steps, calibrated on two sets of its text: the plan of --training-bits
-training    the quickstart with that plan, with int6h and exact, paired seeds (--seeds, --ways; what OUT has is kept).
-            Other flags go to the trainer: --mesh.dp 1 --mesh.tp 2 --devices gpu takes two GPUs
+training    the quickstart with that plan (way `plan`), with the plan of `calibrate --feedback on`, whose forward sums
+            take along what the ones before lost (`plan_feedback`), with int6h and exact, paired seeds (--seeds, --ways;
+            what OUT has is kept). Other flags go to the trainer: --mesh.dp 1 --mesh.tp 2 --devices gpu takes two GPUs
 join        the trainings of the folders --parts, which were made side by side, as those of OUT
 report      OUT/README.md of what is there
 
@@ -49,6 +50,11 @@ from taco_jax.mesh import make_mesh
 
 SOURCES = ("dict_gcide", "linux_doc", "speech_sotu", "wordnet", "lit_austen", "lit_shakespeare", "anarchism")
 RECORD = Path(__file__).with_name("results") / "perplexity_smollm2" / "summary.json"
+PLAN, FED_PLAN = "plan_quickstart.json", "plan_quickstart_feedback.json"
+FED_COMMAND = (
+    "python -m taco_jax.calibrate --config experiments/quickstart.py --devices cpu:8 --bits 5 --feedback on "
+    f"--steps 100 --out OUT/{FED_PLAN}"
+)
 QUICKSTART = str(Path(__file__).with_name("quickstart.py"))
 # Codecs of the record that are candidates too: name there, candidate, with feedback.
 RECORDED = [
@@ -296,7 +302,7 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
     plan, lines = plan_of(
         first, loss, subject, budget, plans.CANDIDATES, forecast=None, made=made | {"tokens": args.tokens}
     )
-    plan_file.write(plan, args.out / "plan_quickstart.json")
+    plan_file.write(plan, args.out / PLAN)
     print("\n".join(lines))
     return {
         "steps": args.calibrate_after,
@@ -311,16 +317,15 @@ def quickstart(args: argparse.Namespace, kept: dict) -> dict:
 
 
 def training(args: argparse.Namespace, kept: dict) -> dict:
-    """The quickstart with the plan, with int6h and exact, seed by seed, in one process: a way is compiled once."""
-    path = args.out / "plan_quickstart.json"
-    ways = {
-        "none": ["--compression", "none"],
-        "int6h": ["--compression", "int6h"],
-        "plan": ["--compression.plan", str(path)],
-    }
+    """The quickstart with its plans, with int6h and exact, seed by seed, in one process: a way is compiled once."""
+    plans = {"plan": args.out / PLAN, "plan_feedback": args.out / FED_PLAN}
+    ways = {"none": ["--compression", "none"], "int6h": ["--compression", "int6h"]}
+    ways |= {way: ["--compression.plan", str(path)] for way, path in plans.items()}
     wanted = runs.choices("--ways", args.ways, list(ways))
-    if "plan" in wanted:
-        runs.file("--out", path, "run the part quickstart first")
+    makes = "run the part quickstart first", f"make it by {FED_COMMAND}"
+    for (way, path), how in zip(plans.items(), makes):
+        if way in wanted:
+            runs.file("--out", path, how)
     seeds = runs.numbers("--seeds", args.seeds, 0)
     results: dict[str, dict] = {way: dict(kept.get(way, {})) for way in ways}
     configs = {way: check(cli.parse(["--config", QUICKSTART, *ways[way], *args.flags])) for way in wanted}
