@@ -42,7 +42,13 @@ class Workers:
 
     @property
     def ctas(self) -> int:
-        return min(self.tiles, MAX_CTAS)
+        """Returns the fewest CTAs of which none has more tiles than with MAX_CTAS.
+
+        Beside a message, NCCL's kernel holds a few multiprocessors. A CTA that finds none waits until another ends, and
+        all its tiles come after that: sums of int4h took 42 us instead of 18 (2 x H200, host memory).
+        """
+        tiles_per_cta = -(-self.tiles // MAX_CTAS)
+        return -(-self.tiles // tiles_per_cta)
 
     @property
     def count(self) -> int:

@@ -32,9 +32,10 @@ Dims: B batch, L length, D model, F features between the products.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.async_collective import AsyncCollective
+from taco_jax.collectives.async_collective import AsyncCollective, encoded_before
 from taco_jax.collectives.vjp import OUTPUT_NAME, as_slot
 from taco_jax.compat import barrier
 from taco_jax.compression.site_scales import SiteScales, fork, merge_uses
@@ -258,7 +259,7 @@ class _Messages:
         )  # fmt: skip
         self._in_flight = _InFlight(chain, site, message, receive)
 
-    def overlap_with(self, value: jax.Array, *, last: bool) -> jax.Array:
+    def overlap_with(self, value: Any, *, last: bool) -> Any:
         """Returns `value`, computed during a hop of the message in flight; the `last` one of a sublayer ends it."""
         if self._in_flight and (last or self._in_flight.message.hops > 1):
             value = self._in_flight.message.overlap_with(value)
@@ -289,15 +290,50 @@ class _Saved(NamedTuple):
 
 def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State, shared):
     streams, messages, residuals, sums = list(streams), _Messages(par, state, "forward", calls), [], []
-    for sublayer in sublayers:
-        for i in range(len(streams)):
-            messages.done(i)
-            saved, y_BLD = _run_sublayer(sublayer, par, messages, streams[i].x_BLD, params=params, shared=shared[i])
-            y_BLD, receive = messages.overlap_with(y_BLD, last=True), _receiver(streams, i, sublayer, params, sums)
-            messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
-            residuals.append(saved)
+    # With all of a layer computed again, nothing here is differentiated, and chains can share what they cast.
+    again = par.remat == "full"
+    with kernels_joined_once() if again else contextlib.nullcontext():
+        for k, sublayer in enumerate(sublayers):
+            for i in range(len(streams)):
+                messages.done(i)
+                saved, y_BLD = _run_sublayer(sublayer, par, messages, streams[i].x_BLD, params=params, shared=shared[i])
+                if again and i + 1 == len(streams) and sublayer is not sublayers[-1]:
+                    # Attention's products are shorter than a message: the mlp's kernels are cast in the rest of it.
+                    following = sublayers[k + 1].name
+                    kernels = _cast_kernels(params[following], par)
+                    y_BLD, kernels = messages.overlap_with((y_BLD, kernels), last=True)
+                    params = params | {following: kernels}
+                else:
+                    y_BLD = messages.overlap_with(y_BLD, last=True)
+                receive = _receiver(streams, i, sublayer, params, sums)
+                with _first_in_layer(streams, i, k):
+                    messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
+                residuals.append(saved)
     messages.done()
     return tuple(streams), list(zip(residuals, sums)), messages.measures
+
+
+@contextlib.contextmanager
+def _first_in_layer(streams: list[ResidualStream], i: int, sublayer: int) -> Iterator[None]:
+    """Makes the next chain wait until this one's message, which the block starts, is encoded.
+
+    In a layer's first sublayer nothing else says which chain comes first. XLA would begin with the products of all.
+    """
+    if sublayer or i + 1 == len(streams):
+        yield
+        return
+    with encoded_before(streams[i + 1].x_BLD) as follower:
+        yield
+    streams[i + 1] = streams[i + 1]._replace(x_BLD=follower.value)
+
+
+def _cast_kernels(params: Any, par: Parallel) -> Any:
+    """Returns a sublayer's parameters, its kernels in par.dtype; biases and norms take part in float32."""
+    cast = lambda kernel: jax.tree.map(lambda a: a.astype(par.dtype), kernel)
+    return {
+        name: dense | {"kernel": cast(dense["kernel"])} if "kernel" in dense else dense
+        for name, dense in params.items()
+    }
 
 
 def _receiver(streams: list[ResidualStream], i: int, sublayer: Sublayer, params, sums: list) -> Callable:
@@ -396,9 +432,13 @@ def _run_sublayer(sublayer: Sublayer, par: Parallel, messages: _Messages, x_BLD,
         both = remat(lambda h, p, kernel: row_partial(sublayer.core(h, p, shared), kernel, par), "dots")
         y_BLD, core_vjp = jax.vjp(both, to_varying(h_BLD, par.axis), _core_params(sublayer, params), kernel)
         return _Saved(None, norm_vjp, core_vjp), y_BLD
-    saved, u_BLF = _linearise(sublayer, par, x_BLD, params, shared)
-    y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
-    return (_Saved(x_BLD) if par.remat == "full" else saved), y_BLD
+    if par.remat == "full":
+        h_BLD = _norm(sublayer, par)(x_BLD, params[sublayer.norm_name])
+        saved = _Saved(x_BLD)
+        u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared)
+    else:
+        saved, u_BLF = _linearise(sublayer, par, x_BLD, params, shared)
+    return saved, row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
 
 
 def _linearise(sublayer: Sublayer, par: Parallel, x_BLD, params, shared) -> tuple[_Saved, jax.Array]:
