@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import Format, Geometry
-from pallas_kernels.mosaic import ragged
+from pallas_kernels.mosaic import pipeline, ragged
 from pallas_kernels.mosaic.kernels import encode
 from pallas_kernels.mosaic.tiling import GROUP_ROWS, Tiling
 
@@ -38,3 +38,17 @@ def test_messages_that_begin_inside_a_group_are_refused():
     tiling = Tiling(FORMATS[1], Geometry(2 * 524_416, 2, 524_416))
     with pytest.raises(ValueError, match="multiples of 1024"):
         encode(tiling, jnp.zeros((8192, 128), jnp.bfloat16), None, None)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 132])
+def test_fewest_ctas_of_which_none_has_more_tiles(most, monkeypatch):
+    monkeypatch.setattr(pipeline, "MAX_CTAS", most)
+    largest_share = lambda tiles, ctas: -(-tiles // ctas)
+    for tiles in (1, 2, 6, 7, 8, 131, 132, 133, 300, 1792, 3584, 100_000):
+        for warpgroups in (1, 2, 3):
+            workers = pipeline.Workers(tiles, warpgroups, may_be_dynamic=False)
+            assert workers.ctas <= most
+            assert largest_share(tiles, workers.ctas) == largest_share(tiles, most)
+            assert workers.ctas == 1 or largest_share(tiles, workers.ctas - 1) > largest_share(tiles, most)
+            # Nor has a worker more.
+            assert largest_share(tiles, workers.count) <= largest_share(tiles, min(tiles, most) * warpgroups)
