@@ -430,7 +430,8 @@ def through_overlapped_layers(sublayers: tuple[Sublayer, ...], par: Parallel, st
     """
     last, n = sublayers[-1], len(streams)
     own, handed_on = fork(state.get(last.out_site), 2)
-    # The first layer is handed a term of zeros. Whatever its scale, and its branch's parameters, nothing comes of it.
+    # The first layer is handed a term of zeros, with zeros as its branch's parameters and scales. The site table does
+    # not count its message.
     behind = jax.tree.map(
         lambda a: jnp.concatenate([jnp.zeros_like(a[:1]), a]), (last.branch_params(stacked), handed_on)
     )
