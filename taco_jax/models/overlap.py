@@ -341,11 +341,7 @@ def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State
     streams, messages, residuals, sums = list(streams), _Messages(par, state, "forward", calls), [], []
     last, of_pending, y_BLD = len(streams) - 1, [], None
     if pending is not None:
-        receive = _receiver(streams, last, sublayers[-1], pending.branch, of_pending)
-        with encoded_before(streams[0].x_BLD) as follower:
-            operands = pending.y_BLD, streams[last].error_BLD, receive
-            messages.send_fed(last, sublayers[-1].out_site, *operands, pending=pending)
-        streams[0] = streams[0]._replace(x_BLD=follower.value)
+        _send_pending(messages, streams, sublayers[-1], pending, of_pending)
     # With all of a layer computed again, nothing here is differentiated, and chains can share what they cast.
     again = par.remat == "full"
     # The products of a chain's attention are shorter than a message. The mlp's kernels are cast in the rest of it, of
@@ -373,6 +369,34 @@ def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State
     messages.done()
     residuals = _Residuals(list(zip(residuals, sums)), of_pending[0] if of_pending else None)
     return (tuple(streams), None if pending is None else y_BLD), residuals, messages.measures
+
+
+def _send_pending(messages: _Messages, streams: list[ResidualStream], sublayer: Sublayer, pending: Pending,
+                  sums: list) -> None:  # fmt: skip
+    """Starts the last chain's sum of the layer before, ahead of the first chain's products. sums: as of `_receiver`."""
+    receive = _receiver(streams, len(streams) - 1, sublayer, pending.branch, sums)
+    with encoded_before(streams[0].x_BLD) as follower:
+        messages.send_fed(
+            len(streams) - 1, sublayer.out_site, pending.y_BLD, streams[-1].error_BLD, receive, pending=pending
+        )
+    streams[0] = streams[0]._replace(x_BLD=follower.value)
+
+
+def add_pending(sublayer: Sublayer, par: Parallel, streams, pending: Pending) -> tuple[ResidualStream, ...]:
+    """Returns the streams with the sum that the last one lacks, which is sent beside nothing. It has a derivative."""
+    *others, (x_BLD, error_BLD, _) = streams
+    operands = par, {sublayer.out_site: pending.scales}, sublayer.out_site
+    if error_BLD is None:
+        sum_BLD = reduce_partials(pending.y_BLD, *operands)
+    else:
+        sum_BLD, error_BLD = reduce_partials_with_feedback(pending.y_BLD, error_BLD, *operands)
+    return *others, ResidualStream(x_BLD + sublayer.branch(sum_BLD, pending.branch), error_BLD)
+
+
+def no_term(stream: ResidualStream, par: Parallel) -> jax.Array:
+    """Returns the term that is handed to a first layer: zeros of the stream's shape."""
+    x_BLD = stream.x_BLD
+    return to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis})
 
 
 @contextlib.contextmanager
@@ -428,7 +452,7 @@ def through_overlapped_layers(sublayers: tuple[Sublayer, ...], par: Parallel, st
     stacked, state: parameters and site scales with a leading dim of layers. shared_of: gives what a layer's chains
     share, of its element of `windows`. Call it where the layers' messages are counted, as `overlapped_layer`.
     """
-    last, n = sublayers[-1], len(streams)
+    last = sublayers[-1]
     own, handed_on = fork(state.get(last.out_site), 2)
     # The first layer is handed a term of zeros, with zeros as its branch's parameters and scales. The site table does
     # not count its message.
@@ -443,29 +467,23 @@ def through_overlapped_layers(sublayers: tuple[Sublayer, ...], par: Parallel, st
         params, state, window, pending = of
         return layer(streams, Pending(y_BLD, *pending), params, state, shared_of(window)), None
 
-    x_BLD = streams[-1].x_BLD
-    nothing_BLD = to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis})
     state = {**state, last.out_site: own}
-    (streams, y_BLD), _ = lax.scan(one, (tuple(streams), nothing_BLD), (stacked, state, windows, before))
-    (branch, scales), (x_BLD, error_BLD, _) = after, streams[-1]
-    operands = par, {last.out_site: scales}, last.out_site
-    if error_BLD is None:
-        sum_BLD = reduce_partials(y_BLD, *operands)
-    else:
-        sum_BLD, error_BLD = reduce_partials_with_feedback(y_BLD, error_BLD, *operands)
-    return *streams[: n - 1], ResidualStream(x_BLD + last.branch(sum_BLD, branch), error_BLD)
+    carried = tuple(streams), no_term(streams[-1], par)
+    (streams, y_BLD), _ = lax.scan(one, carried, (stacked, state, windows, before))
+    return add_pending(last, par, streams, Pending(y_BLD, *after))
 
 
 def prompt_layers(par: Parallel, state: State) -> Callable:
-    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s) -> the streams after them.
+    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s, pending) -> (streams, y_BLD).
 
-    Chain i computes before chain i + 1 in each sublayer. The last message of a layer overlaps with the next one; that
-    of the last layer with nothing. Call it where a layer's messages are counted, as `overlapped_layer`.
+    Chain i computes before chain i + 1 in each sublayer. pending, y_BLD: as of `overlapped_layer`.
+    Call it where a layer's messages are counted, as `overlapped_layer`.
     """
     calls = comm_log.current_calls("forward")
 
-    def run(streams, layers: Sequence[ChainedLayer]) -> tuple[ResidualStream, ...]:
+    def run(streams, layers: Sequence[ChainedLayer], pending: Pending) -> tuple[tuple[ResidualStream, ...], jax.Array]:
         streams, messages = list(streams), _Messages(par, state, "forward", calls)
+        _send_pending(messages, streams, layers[0].sublayers[-1][-1], pending, [])
         steps = [
             (of_layer, i, sublayer)
             for of_layer in layers
@@ -473,17 +491,17 @@ def prompt_layers(par: Parallel, state: State) -> Callable:
             for i, sublayer in enumerate(of_sublayer)
         ]
         with kernels_joined_once():
-            for (_, params, shared), i, sublayer in steps:
+            for k, ((_, params, shared), i, sublayer) in enumerate(steps):
                 messages.done(i)
                 h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
                 u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
                 kernel = params[sublayer.name][sublayer.out_name]["kernel"]
                 y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
                 y_BLD = messages.overlap_with(y_BLD, last=True)
+                if k + 1 == len(steps):
+                    return tuple(streams), y_BLD
                 receive = _receiver(streams, i, sublayer, sublayer.branch_params(params), [])
                 messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
-        messages.done()
-        return tuple(streams)
 
     return run
 
