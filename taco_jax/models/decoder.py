@@ -212,7 +212,7 @@ def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
             return carried
         return join_streams(carried) if overlaps(carried) else ResidualStream(join_batch(carried))
 
-    return LayerLoop(enter, layer, leave, parts, overlaps, through)
+    return LayerLoop(enter, layer, leave, parts, overlaps=overlaps, through=through)
 
 
 def sublayers(

@@ -326,7 +326,7 @@ class _Saved(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What `_backward` needs.
+    """Values of the forward pass that `_backward` needs.
 
     of_sublayers: (`_Saved`, sum) of each sublayer and chain; sums where post norms need them. pending_sum: likewise
     that of a `Pending`.
