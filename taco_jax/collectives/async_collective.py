@@ -6,7 +6,9 @@ measure). Between the two the caller may order them against its own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import contextlib
+import contextvars
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -30,19 +32,18 @@ class AsyncCollective:
         return self
 
     def overlap_with(self, value: Any) -> Any:
-        """`value`, an array or a tree of them, computed while the hop under way travels; then the next one starts, or
-        the result is made.
+        """Returns `value`, computed while the hop under way travels; then the next one starts, or the result is made.
 
-        Whoever uses the value waits for the hop, and the next hop for the value. Without this XLA puts what it likes
-        between them, and often nothing beside one of them. jax 0.10 cannot say it of values that vary over different
-        axes. A collective that has arrived leaves the value as it is.
+        Whoever uses the value, an array or a tree of them, waits for the hop, and the next hop for the value. Without
+        this XLA puts what it likes between them, and often nothing beside one of them. jax 0.10 cannot say it of values
+        that vary over different axes. A collective that has arrived leaves the value as it is.
         """
         if not self.hops:
             return value
-        leaves, structure = jax.tree.flatten(value)
-        held = barrier(*leaves, *self._arrays)
-        self._next(list(held[len(leaves) :]))
-        return jax.tree.unflatten(structure, held[: len(leaves)])
+        leaves, tree = jax.tree.flatten(value)
+        together = barrier(*leaves, *self._arrays)
+        self._next(list(together[len(leaves) :]))
+        return jax.tree.unflatten(tree, together[: len(leaves)])
 
     def done(self) -> tuple[jax.Array, Any]:
         """Finishes it, with nothing beside; returns (result, measure)."""
@@ -57,6 +58,40 @@ class AsyncCollective:
         except StopIteration as stop:
             y, measure = stop.value
             self._result, self.hops = (self._of_result(y), measure), 0
+
+
+class Follower:
+    """value: what waits until the message that is started in a block of `encoded_before` is encoded."""
+
+    def __init__(self, value: jax.Array):
+        self.value = value
+
+
+_follower: contextvars.ContextVar[Follower | None] = contextvars.ContextVar("taco_jax_follower", default=None)
+
+
+@contextlib.contextmanager
+def encoded_before(value: jax.Array) -> Iterator[Follower]:
+    """Yields a `Follower`, whose value waits for the encoding of the first message that the block starts, not for its
+    hop. Without it XLA may compute with the value first, and the message leaves later. Other messages leave it as it
+    is: exact ones, and those in one kernel.
+    """
+    follower = Follower(value)
+    token = _follower.set(follower)
+    try:
+        yield follower
+    finally:
+        _follower.reset(token)
+
+
+def before_follower(wires: jax.Array) -> jax.Array:
+    """Returns `wires`, for which the value of the block of `encoded_before` now waits; once for each block."""
+    follower = _follower.get()
+    if follower is None:
+        return wires
+    _follower.set(None)
+    follower.value, wires = barrier(follower.value, wires)
+    return wires
 
 
 @jax.custom_jvp

@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels import Geometry
 from pallas_kernels.formats import round_up
 from taco_jax.codec import Codec
+from taco_jax.collectives.async_collective import before_follower
 from taco_jax.collectives.manual_region import permute
 from taco_jax.collectives.message import Hops, Message
 from taco_jax.compat import barrier
@@ -108,6 +109,8 @@ def send_chunks(
         )  # fmt: skip
         if lost is not None:
             lost += residual
+        if k + 1 == len(chunks):
+            wires = before_follower(wires)
         received, sent = send(after(arrived, wires))
         arrived.append(received)
         measures.append(measure)

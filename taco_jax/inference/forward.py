@@ -23,11 +23,20 @@ from taco_jax.models import decoder
 from taco_jax.models.attention import Attend, causal, contexts, windows_of
 from taco_jax.models.blocks import norm
 from taco_jax.models.config import ModelConfig
-from taco_jax.models.overlap import ChainedLayer, join_streams, one_chain_layer, prompt_layers, split_stream
+from taco_jax.models.overlap import (
+    ChainedLayer,
+    Pending,
+    add_pending,
+    join_streams,
+    no_term,
+    one_chain_layer,
+    prompt_layers,
+    split_stream,
+)
 from taco_jax.models.projections import ResidualStream, finish_stream, init_stream
 
 LAYERS_A_BODY = 4
-"""Layers in chains in the body of a loop over them. The last message of a body overlaps with nothing."""
+"""Layers in chains in the body of a loop over them, which copies the streams at its end."""
 
 
 def prefill(params, tokens_BL: jax.Array, lengths_B: jax.Array, slots: int, config: ModelConfig,
@@ -77,30 +86,44 @@ def _in_chains(
     sizes = jnp.split(jnp.arange(stream.x_BLD.shape[1]), n) if dim else [jnp.arange(stream.x_BLD.shape[1])] * n
     contexts = [contexts_by_layer(config, positions) for positions in sizes]
 
-    def layer(index, sites_of, kept: list) -> ChainedLayer:
-        of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacked)
-        sublayers = decoder.sublayers(config, par, _keeping(kept, config, layout, of_sequence=dim == 1), sites_of)
-        return ChainedLayer([sublayers] * n, of_layer, [context(index) for context in contexts])
+    at = lambda index: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacked)
 
-    def layers(streams, first, sites_of, count: int):
+    def layer(index, sites_of, kept: list) -> ChainedLayer:
+        sublayers = decoder.sublayers(config, par, _keeping(kept, config, layout, of_sequence=dim == 1), sites_of)
+        return ChainedLayer([sublayers] * n, at(index), [context(index) for context in contexts])
+
+    def pending_before(index, segment, y_BLD) -> Pending:
+        """Returns the last sum of layer index - 1; before the segment's first layer nothing is pending, in zeros."""
+        branch = last_of(segment).branch_params(at(jnp.maximum(index - 1, 0)))
+        branch = jax.tree.map(lambda a: jnp.where(index > segment.start, a, jnp.zeros_like(a)), branch)
+        return Pending(y_BLD, branch, layout.scales().get(last_of(segment).out_site))
+
+    last_of = lambda segment: decoder.sublayers(config, par, causal(config, par), segment.sites_of)[-1]
+
+    def layers(carried, first, segment, count: int):
+        streams, y_BLD = carried
         kept = [[] for _ in range(count)]
         with comm_log.repeat(n):
             run = prompt_layers(par, layout.scales())
-        streams = run(streams, [layer(first + i, sites_of, own) for i, own in enumerate(kept)])
+        of_layers = [layer(first + i, segment.sites_of, own) for i, own in enumerate(kept)]
+        carried = run(streams, of_layers, pending_before(first, segment, y_BLD))
         join = lambda parts: jnp.concatenate(parts, dim)
-        return streams, tuple(jnp.stack([join([pair[k] for pair in own]) for own in kept]) for k in range(2))
+        return carried, tuple(jnp.stack([join([pair[k] for pair in own]) for own in kept]) for k in range(2))
 
     streams, results = split_stream(stream, n, dim), []
     for segment in layout.segments:
-        sites_of, count, (start, stop) = segment.sites_of, min(LAYERS_A_BODY, segment.stop - segment.start), segment[1:]
+        count, (start, stop) = min(LAYERS_A_BODY, segment.stop - segment.start), segment[1:]
         rest = (stop - start) % count
         with comm_log.repeat(stop - start):
-            several = lambda streams, first, s=sites_of, c=count: layers(streams, first, s, c)
-            streams, result = lax.scan(several, streams, jnp.arange(start, stop - rest, count))
+            several = lambda carried, first, s=segment, c=count: layers(carried, first, s, c)
+            carried = streams, no_term(streams[-1], par)
+            carried, result = lax.scan(several, carried, jnp.arange(start, stop - rest, count))
             results.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), result))
             if rest:
-                streams, result = layers(streams, stop - rest, sites_of, rest)
+                carried, result = layers(carried, stop - rest, segment, rest)
                 results.append(result)
+            with comm_log.repeat(n):
+                streams = add_pending(last_of(segment), par, carried[0], pending_before(stop, segment, carried[1]))
     keys, values = results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
     return join_streams(streams, dim), kv.filled(keys, values, slots)
 

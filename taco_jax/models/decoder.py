@@ -36,6 +36,7 @@ from taco_jax.models.overlap import (
     overlapped_layer,
     split_batch,
     split_stream,
+    through_overlapped_layers,
 )
 from taco_jax.models.params import count_params, init_params, param_specs
 from taco_jax.models.projections import ResidualStream, State, fed_column_input, init_stream
@@ -152,9 +153,13 @@ def through_layers(stacked: Params, x_BLD: jax.Array, length: int, config: Model
     layer_state = {site: state.get(site) for site in LAYER_SITES}
     # The carry's type must not change in the loop: with parameters that vary over dp, x does from the start.
     x_BLD = to_varying(x_BLD, _varying(stacked) - {par.axis})
-    with comm_log.repeat(len(jax.tree.leaves(stacked)[0]) * loop.chains):
-        one = lambda carried, of: (loop.layer(carried, *of), None)
-        carried, _ = lax.scan(one, loop.enter(x_BLD), (stacked, layer_state, windows))
+    carried, count = loop.enter(x_BLD), len(jax.tree.leaves(stacked)[0])
+    with comm_log.repeat(count * loop.chains):
+        if count > 1 and loop.overlaps(carried):
+            carried = loop.through(carried, stacked, layer_state, windows)
+        else:
+            one = lambda carried, of: (loop.layer(carried, *of), None)
+            carried, _ = lax.scan(one, carried, (stacked, layer_state, windows))
     return loop.leave(carried)
 
 
@@ -163,13 +168,15 @@ class LayerLoop(NamedTuple):
 
     enter: x_BLD -> what layers carry. layer: (carried, a layer's parameters, its sites' scales, whether it has the
     sliding window or None) -> carried. leave: carried -> the stream. chains: the parts of the batch, each a use of
-    every site.
+    every site. overlaps: carried -> whether layers are `overlapped_layer`s. through: `layer` of several such, stacked.
     """
 
     enter: Callable[[jax.Array], Any]
     layer: Callable[[Any, Any, State, Any], Any]
     leave: Callable[[Any], ResidualStream]
     chains: int
+    overlaps: Callable[[Any], bool]
+    through: Callable[[Any, Any, State, Any], Any]
 
 
 def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
@@ -189,20 +196,28 @@ def layer_loop(batch: int, length: int, config: ModelConfig, par: Parallel,
         carries_errors = stream.error_BLD is not None or stream.carrier_BLD is not None
         return stream if carries_errors else split_batch(x_BLD, parts)
 
+    def overlaps(carried):
+        return not isinstance(carried, ResidualStream) and isinstance(carried[0], ResidualStream)
+
     def layer(carried, params, state, sliding):
         if isinstance(carried, ResidualStream):  # a tuple too
             return remat(one_chain_layer(both, par), par.remat)(carried, params, state, in_context(sliding)[0])
-        overlaps = isinstance(carried[0], ResidualStream)
-        in_chains = overlapped_layer(both, par) if overlaps else remat(chained_layer(both, par), par.remat)
-        return in_chains(carried, params, state, in_context(sliding))
+        if overlaps(carried):
+            return overlapped_layer(both, par)(carried, None, params, state, in_context(sliding))[0]
+        return remat(chained_layer(both, par), par.remat)(carried, params, state, in_context(sliding))
+
+    def through(streams, stacked, state, windows):
+        return through_overlapped_layers(
+            both, par, streams, stacked=stacked, state=state, shared_of=in_context, windows=windows
+        )
 
     def leave(carried):
         # What the last sum loses stays behind: a message for it would cost as much as four of 4 bits.
         if isinstance(carried, ResidualStream):
             return carried
-        return join_streams(carried) if isinstance(carried[0], ResidualStream) else ResidualStream(join_batch(carried))
+        return join_streams(carried) if overlaps(carried) else ResidualStream(join_batch(carried))
 
-    return LayerLoop(enter, layer, leave, parts)
+    return LayerLoop(enter, layer, leave, parts, overlaps=overlaps, through=through)
 
 
 def sublayers(

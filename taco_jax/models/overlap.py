@@ -8,7 +8,12 @@ The same bytes travel, but for the padding of each message. With two chains, att
     product   A0    A1    M0    M1         |   A0 of the next layer
     message         A0    A1    M0    M1   |
 
-The last message of a layer overlaps with nothing, because a loop's body ends with it. With n chains that is one of 2n.
+A loop's body ends with M1. Its message is sent by the next layer's body, which is handed the term (`through_layers`):
+
+    product   A0    A1    M0    M1   |   A0    A1    M0    M1
+    message         A0    A1    M0   |   M1    A0    A1    M0
+
+The first layer is handed zeros, and the last one's message overlaps with nothing.
 
 Four functions make a layer:
 
@@ -32,19 +37,21 @@ Dims: B batch, L length, D model, F features between the products.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax.collectives import comm_log
-from taco_jax.collectives.async_collective import AsyncCollective
+from taco_jax.collectives.async_collective import AsyncCollective, encoded_before
 from taco_jax.collectives.vjp import OUTPUT_NAME, as_slot
-from taco_jax.compat import barrier
+from taco_jax.compat import barrier, varying_axes
 from taco_jax.compression.site_scales import SiteScales, fork, merge_uses
 from taco_jax.models.projections import (
     ResidualStream,
@@ -54,6 +61,7 @@ from taco_jax.models.projections import (
     fed_column_input,
     kernels_joined_once,
     reduce_partials,
+    reduce_partials_with_feedback,
     row_parallel,
     row_partial,
 )
@@ -192,32 +200,42 @@ _in_order.defvjp(lambda y, arrived: (_in_order(y, arrived), None), lambda _, cts
 
 
 def overlapped_layer(sublayers: tuple[Sublayer, ...], par: Parallel) -> Callable:
-    """Returns a layer with the values and gradients of `chained_layer(sublayers, par)` under `remat(..., par.remat)`.
+    """Returns a layer with the values and gradients of `chained_layer(sublayers, par)` under `remat(..., par.remat)`:
+
+        (streams, pending, params, state, shared) -> (streams, y)
 
     It takes and returns the `ResidualStream` of each chain, whose sums take along what the chain's sum before lost.
+    pending: the `Pending` of the layer before, which the last stream then lacks, as the one returned lacks the sum of
+    y_BLD; or None, and y is None.
     Call it where the layer's messages are counted (`comm_log.repeat`). It has first derivatives only.
     """
     calls = {direction: comm_log.current_calls(direction) for direction in ("forward", "backward")}
 
     @jax.custom_vjp
-    def layer(streams, params, state: State, shared):
-        return _forward(sublayers, par, calls["forward"], streams, params=params, state=state, shared=shared)[0]
-
-    def forward(streams, params, state, shared):
+    def layer(streams, pending, params, state: State, shared):
         operands = {"params": params, "state": state, "shared": shared}
-        streams, residuals, measures = _forward(sublayers, par, calls["forward"], streams, **operands)
-        return streams, (residuals, measures, params, state, shared)
+        return _forward(sublayers, par, calls["forward"], streams, pending=pending, **operands)[0]
+
+    def forward(streams, pending, params, state, shared):
+        operands = {"params": params, "state": state, "shared": shared}
+        out, residuals, measures = _forward(sublayers, par, calls["forward"], streams, pending=pending, **operands)
+        # Its term is not kept: a layer would keep one more activation.
+        pending = None if pending is None else pending._replace(y_BLD=None)
+        return out, (residuals, measures, pending, params, state, shared)
 
     def backward(saved, cts):
-        residuals, measures, params, state, shared = saved
+        residuals, measures, pending, params, state, shared = saved
+        cts, ct_y_BLD = cts
         # To a gradient a compressed sum is exact, so that errors have none.
         cts = [ResidualStream(ct.x_BLD, jax.tree.map(jnp.zeros_like, ct.error_BLD)) for ct in cts]
-        xs, grads, more = _backward(
+        xs, of_pending, grads, more = _backward(
             sublayers, par, calls["backward"], residuals, params=params, state=state, shared=shared,
-            cts=[ct.x_BLD for ct in cts],
+            cts=[ct.x_BLD for ct in cts], ct_y_BLD=ct_y_BLD, pending=pending,
         )  # fmt: skip
+        if pending is not None:
+            of_pending = Pending(*of_pending, _slot(pending.scales, measures.get(PENDING), None))
         slots = {site: _slot(scales, measures.get(site), more.get(site)) for site, scales in state.items()}
-        return tuple(ct._replace(x_BLD=x) for ct, x in zip(cts, xs)), grads, slots, None
+        return tuple(ct._replace(x_BLD=x) for ct, x in zip(cts, xs)), of_pending, grads, slots, None
 
     layer.defvjp(forward, backward)
     return layer
@@ -230,6 +248,21 @@ class _InFlight(NamedTuple):
     site: str
     message: AsyncCollective
     receive: Callable[[Any], None]
+
+
+PENDING = "the sum of the layer before"
+"""In the place of a site's name, among measures."""
+
+
+class Pending(NamedTuple):
+    """The last sum of a layer's last chain, which travels during the first products of the next layer.
+
+    y_BLD: this rank's term. branch: the parameters of `Sublayer.branch`. scales: of the site in its layer.
+    """
+
+    y_BLD: jax.Array
+    branch: Any
+    scales: SiteScales | None
 
 
 class _Messages:
@@ -247,18 +280,23 @@ class _Messages:
         )  # fmt: skip
         self._in_flight = _InFlight(chain, site, message, receive)
 
-    def send_fed(self, chain: int, site: str, y_BLD: jax.Array, error_BLD: jax.Array | None, receive) -> None:
-        """Sends a forward sum that takes the chain's error along; receive: takes (sum, the error that it leaves)."""
-        if error_BLD is None:
-            self.send(chain, site, y_BLD, lambda sum_BLD: receive((sum_BLD, None)))
-            return
-        message = start_sum_with_feedback(
-            y_BLD, self._par.axis, error_BLD, self._par.compression(site), self._state.get(site), site=site,
-            calls=self._calls,
-        )  # fmt: skip
-        self._in_flight = _InFlight(chain, site, message, receive)
+    def send_fed(self, chain: int, site: str, y_BLD: jax.Array, error_BLD: jax.Array | None, receive,
+                 pending: Pending | None = None) -> None:  # fmt: skip
+        """Sends a forward sum that takes the chain's error along; receive: takes (sum, the error that it leaves).
 
-    def overlap_with(self, value: jax.Array, *, last: bool) -> jax.Array:
+        Of a `Pending` the scales are its own, and the measure stands under `PENDING`.
+        """
+        scales = self._state.get(site) if pending is None else pending.scales
+        operands = self._par.compression(site), scales
+        options = {"site": site, "calls": self._calls}
+        if error_BLD is None:
+            message = start_sum(y_BLD, self._par.axis, *operands, self._direction, **options)
+            message = message.then(lambda sum_BLD: (sum_BLD, None))
+        else:
+            message = start_sum_with_feedback(y_BLD, self._par.axis, error_BLD, *operands, **options)
+        self._in_flight = _InFlight(chain, site if pending is None else PENDING, message, receive)
+
+    def overlap_with(self, value: Any, *, last: bool) -> Any:
         """Returns `value`, computed during a hop of the message in flight; the `last` one of a sublayer ends it."""
         if self._in_flight and (last or self._in_flight.message.hops > 1):
             value = self._in_flight.message.overlap_with(value)
@@ -287,25 +325,112 @@ class _Saved(NamedTuple):
     last_vjp: Any = None
 
 
-def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State, shared):
+class _Residuals(NamedTuple):
+    """Values of the forward pass that `_backward` needs.
+
+    of_sublayers: (`_Saved`, sum) of each sublayer and chain; sums where post norms need them. pending_sum: likewise
+    that of a `Pending`.
+    """
+
+    of_sublayers: list
+    pending_sum: jax.Array | None
+
+
+def _forward(sublayers, par: Parallel, calls: int, streams, params, state: State, shared, pending: Pending | None):
+    """Returns ((streams, y_BLD that is to be sent), residuals, measures)."""
     streams, messages, residuals, sums = list(streams), _Messages(par, state, "forward", calls), [], []
-    for sublayer in sublayers:
-        for i in range(len(streams)):
-            messages.done(i)
-            saved, y_BLD = _run_sublayer(sublayer, par, messages, streams[i].x_BLD, params=params, shared=shared[i])
-            y_BLD, receive = messages.overlap_with(y_BLD, last=True), _receiver(streams, i, sublayer, params, sums)
-            messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
-            residuals.append(saved)
+    last, of_pending, y_BLD = len(streams) - 1, [], None
+    if pending is not None:
+        _send_pending(messages, streams, sublayers[-1], pending, of_pending)
+    # With all of a layer computed again, nothing here is differentiated, and chains can share what they cast.
+    again = par.remat == "full"
+    # The products of a chain's attention are shorter than a message. The mlp's kernels are cast in the rest of it, of
+    # the pending one's if there is one, beside which nothing else can be.
+    waits = last if pending is None else 0
+    with kernels_joined_once() if again else contextlib.nullcontext():
+        for k, sublayer in enumerate(sublayers):
+            for i in range(len(streams)):
+                messages.done(i)
+                saved, y_BLD = _run_sublayer(sublayer, par, messages, streams[i].x_BLD, params=params, shared=shared[i])
+                residuals.append(saved)
+                if again and i == waits and sublayer is not sublayers[-1]:
+                    following = sublayers[k + 1].name
+                    kernels = _cast_kernels(params[following], par)
+                    y_BLD, kernels = messages.overlap_with((y_BLD, kernels), last=True)
+                    params = params | {following: kernels}
+                else:
+                    y_BLD = messages.overlap_with(y_BLD, last=True)
+                if pending is not None and i == last and sublayer is sublayers[-1]:
+                    sums.append(None)
+                    break
+                receive = _receiver(streams, i, sublayer, sublayer.branch_params(params), sums)
+                with _first_in_layer(streams, i, k):
+                    messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
     messages.done()
-    return tuple(streams), list(zip(residuals, sums)), messages.measures
+    residuals = _Residuals(list(zip(residuals, sums)), of_pending[0] if of_pending else None)
+    return (tuple(streams), None if pending is None else y_BLD), residuals, messages.measures
 
 
-def _receiver(streams: list[ResidualStream], i: int, sublayer: Sublayer, params, sums: list) -> Callable:
-    """Returns what adds (sum, error) to chain i's stream; `sums` gets the sum where its post norm needs it."""
+def _send_pending(messages: _Messages, streams: list[ResidualStream], sublayer: Sublayer, pending: Pending,
+                  sums: list) -> None:  # fmt: skip
+    """Starts the last chain's sum of the layer before, ahead of the first chain's products. sums: as of `_receiver`."""
+    receive = _receiver(streams, len(streams) - 1, sublayer, pending.branch, sums)
+    with encoded_before(streams[0].x_BLD) as follower:
+        messages.send_fed(
+            len(streams) - 1, sublayer.out_site, pending.y_BLD, streams[-1].error_BLD, receive, pending=pending
+        )
+    streams[0] = streams[0]._replace(x_BLD=follower.value)
+
+
+def add_pending(sublayer: Sublayer, par: Parallel, streams, pending: Pending) -> tuple[ResidualStream, ...]:
+    """Returns the streams with the sum that the last one lacks, which is sent beside nothing. It has a derivative."""
+    *others, (x_BLD, error_BLD, _) = streams
+    operands = par, {sublayer.out_site: pending.scales}, sublayer.out_site
+    if error_BLD is None:
+        sum_BLD = reduce_partials(pending.y_BLD, *operands)
+    else:
+        sum_BLD, error_BLD = reduce_partials_with_feedback(pending.y_BLD, error_BLD, *operands)
+    return *others, ResidualStream(x_BLD + sublayer.branch(sum_BLD, pending.branch), error_BLD)
+
+
+def no_term(stream: ResidualStream, par: Parallel) -> jax.Array:
+    """Returns the term that is handed to a first layer: zeros of the stream's shape."""
+    x_BLD = stream.x_BLD
+    return to_varying(jnp.zeros(x_BLD.shape, par.dtype), varying_axes(x_BLD) | {par.axis})
+
+
+@contextlib.contextmanager
+def _first_in_layer(streams: list[ResidualStream], i: int, sublayer: int) -> Iterator[None]:
+    """Makes the next chain wait until this one's message, which the block starts, is encoded.
+
+    In a layer's first sublayer nothing else says which chain comes first. XLA would begin with the products of all.
+    """
+    if sublayer or i + 1 == len(streams):
+        yield
+        return
+    with encoded_before(streams[i + 1].x_BLD) as follower:
+        yield
+    streams[i + 1] = streams[i + 1]._replace(x_BLD=follower.value)
+
+
+def _cast_kernels(params: Any, par: Parallel) -> Any:
+    """Returns a sublayer's parameters, its kernels in par.dtype; biases and norms take part in float32."""
+    cast = lambda kernel: jax.tree.map(lambda a: a.astype(par.dtype), kernel)
+    return {
+        name: dense | {"kernel": cast(dense["kernel"])} if "kernel" in dense else dense
+        for name, dense in params.items()
+    }
+
+
+def _receiver(streams: list[ResidualStream], i: int, sublayer: Sublayer, branch, sums: list) -> Callable:
+    """Returns what adds (sum, error) to chain i's stream; `sums` gets the sum where its post norm needs it.
+
+    branch: as of `Sublayer.branch_params`.
+    """
 
     def receive(arrived):
         sum_BLD, error_BLD = arrived
-        x_BLD = streams[i].x_BLD + sublayer.branch(sum_BLD, sublayer.branch_params(params))
+        x_BLD = streams[i].x_BLD + sublayer.branch(sum_BLD, branch)
         streams[i] = ResidualStream(x_BLD, error_BLD)
         sums.append(sum_BLD if sublayer.post_norm_name else None)
 
@@ -320,16 +445,45 @@ class ChainedLayer(NamedTuple):
     shared: Sequence[Any]
 
 
-def prompt_layers(par: Parallel, state: State) -> Callable:
-    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s) -> the streams after them.
+def through_overlapped_layers(sublayers: tuple[Sublayer, ...], par: Parallel, streams, stacked, state: State,
+                              shared_of: Callable, windows) -> tuple[ResidualStream, ...]:  # fmt: skip
+    """Returns the streams of chains behind a loop over layers, each of which sends the last sum of the one before.
 
-    Chain i computes before chain i + 1 in each sublayer. The last message of a layer overlaps with the next one; that
-    of the last layer with nothing. Call it where a layer's messages are counted, as `overlapped_layer`.
+    stacked, state: parameters and site scales with a leading dim of layers. shared_of: gives what a layer's chains
+    share, of its element of `windows`. Call it where the layers' messages are counted, as `overlapped_layer`.
+    """
+    last = sublayers[-1]
+    own, handed_on = fork(state.get(last.out_site), 2)
+    # The first layer is handed a term of zeros, with zeros as its branch's parameters and scales. The site table does
+    # not count its message.
+    behind = jax.tree.map(
+        lambda a: jnp.concatenate([jnp.zeros_like(a[:1]), a]), (last.branch_params(stacked), handed_on)
+    )
+    before, after = (jax.tree.map(lambda a, part=part: a[part], behind) for part in (slice(None, -1), -1))
+    layer = overlapped_layer(sublayers, par)
+
+    def one(carried, of):
+        streams, y_BLD = carried
+        params, state, window, pending = of
+        return layer(streams, Pending(y_BLD, *pending), params, state, shared_of(window)), None
+
+    state = {**state, last.out_site: own}
+    carried = tuple(streams), no_term(streams[-1], par)
+    (streams, y_BLD), _ = lax.scan(one, carried, (stacked, state, windows, before))
+    return add_pending(last, par, streams, Pending(y_BLD, *after))
+
+
+def prompt_layers(par: Parallel, state: State) -> Callable:
+    """Returns layers in chains that nothing differentiates: (streams, `ChainedLayer`s, pending) -> (streams, y_BLD).
+
+    Chain i computes before chain i + 1 in each sublayer. pending, y_BLD: as of `overlapped_layer`.
+    Call it where a layer's messages are counted, as `overlapped_layer`.
     """
     calls = comm_log.current_calls("forward")
 
-    def run(streams, layers: Sequence[ChainedLayer]) -> tuple[ResidualStream, ...]:
+    def run(streams, layers: Sequence[ChainedLayer], pending: Pending) -> tuple[tuple[ResidualStream, ...], jax.Array]:
         streams, messages = list(streams), _Messages(par, state, "forward", calls)
+        _send_pending(messages, streams, layers[0].sublayers[-1][-1], pending, [])
         steps = [
             (of_layer, i, sublayer)
             for of_layer in layers
@@ -337,23 +491,29 @@ def prompt_layers(par: Parallel, state: State) -> Callable:
             for i, sublayer in enumerate(of_sublayer)
         ]
         with kernels_joined_once():
-            for (_, params, shared), i, sublayer in steps:
+            for k, ((_, params, shared), i, sublayer) in enumerate(steps):
                 messages.done(i)
                 h_BLD = _norm(sublayer, par)(streams[i].x_BLD, params[sublayer.norm_name])
                 u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared[i])
                 kernel = params[sublayer.name][sublayer.out_name]["kernel"]
                 y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
                 y_BLD = messages.overlap_with(y_BLD, last=True)
-                receive = _receiver(streams, i, sublayer, params, [])
+                if k + 1 == len(steps):
+                    return tuple(streams), y_BLD
+                receive = _receiver(streams, i, sublayer, sublayer.branch_params(params), [])
                 messages.send_fed(i, sublayer.out_site, y_BLD, streams[i].error_BLD, receive)
-        messages.done()
-        return tuple(streams)
 
     return run
 
 
-def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: State, shared, cts):
+def _backward(sublayers, par: Parallel, calls: int, residuals: _Residuals, params, state: State, shared, cts, ct_y_BLD,
+              pending: Pending | None):  # fmt: skip
+    """Returns (the streams' cotangents, those of the pending term and its branch's parameters, gradients, measures).
+
+    ct_y_BLD: of the term that was handed on, None where none was; then nothing is pending, and the second is None.
+    """
     cts, messages, grads = list(cts), _Messages(par, state, "backward", calls), {}
+    of_sublayers = list(residuals.of_sublayers)
 
     def receiver(i, norm_vjp, name):
         def receive(sum_BLD):
@@ -363,17 +523,26 @@ def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: St
 
         return receive
 
+    def into_branch(sublayer, i, sum_BLD, branch):
+        """Returns (the cotangent of this rank's term of a sum that chain i has added, those of its branch)."""
+        sum_BLD = jnp.zeros_like(cts[i]) if sum_BLD is None else sum_BLD
+        ct_BLD, dbranch = jax.vjp(sublayer.branch, sum_BLD, branch)[1](cts[i])
+        return to_varying(ct_BLD, par.axis), dbranch
+
     for sublayer in reversed(sublayers):
         for i in reversed(range(len(cts))):
             messages.done(i)
-            saved, sum_BLD = residuals.pop()
+            saved, sum_BLD = of_sublayers.pop()
             if saved.x is not None:
                 saved = _linearise(sublayer, par, saved.x, params, shared[i])[0]
-            sum_BLD = jnp.zeros_like(cts[i]) if sum_BLD is None else sum_BLD
-            ct_BLD, dbranch = jax.vjp(sublayer.branch, sum_BLD, sublayer.branch_params(params))[1](cts[i])
+            branch = sublayer.branch_params(params)
+            if ct_y_BLD is not None:
+                # What the sum went through is the next layer's part.
+                ct_BLD, dbranch, ct_y_BLD = ct_y_BLD, jax.tree.map(jnp.zeros_like, branch), None
+            else:
+                ct_BLD, dbranch = into_branch(sublayer, i, sum_BLD, branch)
             if "post_norm" in dbranch:
                 _add(grads, sublayer.post_norm_name, dbranch.pop("post_norm"))
-            ct_BLD = to_varying(ct_BLD, par.axis)
             if saved.last_vjp is None:
                 dh_BLD, dcore, dkernel = saved.core_vjp(ct_BLD)
             else:
@@ -383,7 +552,10 @@ def _backward(sublayers, par: Parallel, calls: int, residuals, params, state: St
             _add(grads, sublayer.name, dcore | {sublayer.out_name: {"kernel": dkernel, **dbranch}})
             messages.send(i, sublayer.in_site, dh_BLD, receiver(i, saved.norm_vjp, sublayer.norm_name))
     messages.done()
-    return tuple(cts), grads, messages.measures
+    of_pending = None
+    if pending is not None:
+        of_pending = into_branch(sublayers[-1], len(cts) - 1, residuals.pending_sum, pending.branch)
+    return tuple(cts), of_pending, grads, messages.measures
 
 
 def _run_sublayer(sublayer: Sublayer, par: Parallel, messages: _Messages, x_BLD, params,
@@ -396,9 +568,13 @@ def _run_sublayer(sublayer: Sublayer, par: Parallel, messages: _Messages, x_BLD,
         both = remat(lambda h, p, kernel: row_partial(sublayer.core(h, p, shared), kernel, par), "dots")
         y_BLD, core_vjp = jax.vjp(both, to_varying(h_BLD, par.axis), _core_params(sublayer, params), kernel)
         return _Saved(None, norm_vjp, core_vjp), y_BLD
-    saved, u_BLF = _linearise(sublayer, par, x_BLD, params, shared)
-    y_BLD = row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
-    return (_Saved(x_BLD) if par.remat == "full" else saved), y_BLD
+    if par.remat == "full":
+        h_BLD = _norm(sublayer, par)(x_BLD, params[sublayer.norm_name])
+        saved = _Saved(x_BLD)
+        u_BLF = sublayer.core(to_varying(h_BLD, par.axis), params[sublayer.name], shared)
+    else:
+        saved, u_BLF = _linearise(sublayer, par, x_BLD, params, shared)
+    return saved, row_partial(messages.overlap_with(u_BLF, last=False), kernel, par)
 
 
 def _linearise(sublayer: Sublayer, par: Parallel, x_BLD, params, shared) -> tuple[_Saved, jax.Array]:

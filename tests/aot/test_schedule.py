@@ -56,8 +56,8 @@ def test_messages_travel_beside_products(codec, hops, sequence_parallel):
     if sequence_parallel:  # XLA chooses, and often puts nothing beside one of two hops
         assert sum(map(bool, forward)) >= 3
         assert sum(map(bool, backward)) >= len(backward) / 2
-    else:  # every hop, but for the last message forward, and the first hop of it backward
-        assert sum(map(bool, forward)) >= 3 * hops
+    else:  # every hop, but for the first one of the last message backward; the last sum is handed to the next layer
+        assert sum(map(bool, forward)) >= 4 * hops
         assert sum(map(bool, backward)) >= 4 * hops - 1
     assert sum(map(bool, backward)) > sum(map(bool, in_layers(one, True)))
 
@@ -94,7 +94,8 @@ def test_two_chains_send_the_bytes_of_one():
     sizes = lambda n: sum(
         elements for _, _, elements in collectives(compiled_step("taco", n)) if elements > MESSAGE // 2
     )
-    assert sizes(2) == pytest.approx(sizes(1), rel=0.01)
+    # Behind the loop the last layer's last sum is sent, in two hops; a loop's body counts once.
+    assert sizes(2) == pytest.approx(sizes(1) + 2 * MESSAGE, rel=0.01)
 
 
 SMALL = ModelConfig(

@@ -1,6 +1,8 @@
 """Messages under way: what `AsyncCollective` takes, what it gives back, and that nobody differentiates one by
 mistake."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from model_helpers import QWEN2, Run
 
 from taco_jax.collectives import psum, start_psum
+from taco_jax.collectives.async_collective import encoded_before
 from taco_jax.models import decoder
 from taco_jax.models.run_config import Parallel
 
@@ -36,6 +39,24 @@ def test_a_message_that_has_arrived_waits_for_nothing(codec, ranks):
     np.testing.assert_array_equal(once, want)
     np.testing.assert_array_equal(again, want)
     np.testing.assert_allclose(sum_, x.sum(0, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec, barriers", [("none", 0), ("taco", 1)])
+def test_a_follower_waits_for_the_first_message_to_be_encoded(codec, barriers):
+    def f(x):
+        with encoded_before(x + 1) as follower:
+            first, second = (start_psum(k * x, "tp", "forward", compression=codec) for k in (1, 2))
+        return first.done()[0], second.done()[0], lax.psum(follower.value, "tp")
+
+    x = jax.random.normal(jax.random.key(0), (2, 256))
+    one, two, followed = over(f)(x)
+    want = over(lambda x: psum(x, "tp", compression=codec))(x)
+    np.testing.assert_array_equal(one, want)
+    np.testing.assert_array_equal(two, 2 * want)
+    np.testing.assert_allclose(followed, (x + 1).sum(0, keepdims=True), rtol=1e-5)
+    # With the wires, before they are sent.
+    found = re.findall(r"optimization_barrier .*: tensor<1x256xf32>, tensor<1x\d+xui8>", over(f).lower(x).as_text())
+    assert len(found) == barriers
 
 
 def test_a_compressed_message_has_no_derivative_and_says_so():

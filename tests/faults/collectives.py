@@ -412,4 +412,12 @@ MUTANTS = (
         "return link",
         ("tests/compression/test_tuned.py -k link_that_was_faster",),
     ),
+    Mutant(
+        "chain-order",
+        "the next chain does not wait until a chain's message is encoded",
+        "taco_jax/collectives/transport.py",
+        "if k + 1 == len(chunks):",
+        "if k == len(chunks):",
+        ("tests/collectives/test_async_collective.py -k follower",),
+    ),
 )

@@ -15,8 +15,16 @@ MUTANTS = (
         "prompt-chain-layers",
         "layers that are left over behind those in a loop's bodies come before them",
         "taco_jax/inference/forward.py",
-        "streams, result = layers(streams, stop - rest, sites_of, rest)",
-        "streams, result = layers(streams, start, sites_of, rest)",
+        "carried, result = layers(carried, stop - rest, segment, rest)",
+        "carried, result = layers(carried, start, segment, rest)",
+        ("tests/inference/test_forward.py -k chains_of_a_prompt",),
+    ),
+    Mutant(
+        "prompt-chain-handed-on",
+        "a body of a prompt's layers adds the sum that it is handed with the branch of a layer too late",
+        "taco_jax/inference/forward.py",
+        "branch_params(at(jnp.maximum(index - 1, 0)))",
+        "branch_params(at(index))",
         ("tests/inference/test_forward.py -k chains_of_a_prompt",),
     ),
     Mutant(

@@ -276,6 +276,22 @@ MUTANTS = (
         ("tests/models/test_projections.py -k chains_carry",),
     ),
     Mutant(
+        "chain-handed-on",
+        "the sum that a layer hands on is added with the parameters of the next layer's branch",
+        "taco_jax/models/overlap.py",
+        "(slice(None, -1), -1))",
+        "(slice(1, None), -1))",
+        ("tests/models/test_overlap.py -k bias_of_its_own_layer",),
+    ),
+    Mutant(
+        "chain-handed-on-scale",
+        "the sum that a layer hands on leaves no measure in its own layer",
+        "taco_jax/models/overlap.py",
+        "of_pending = Pending(*of_pending, _slot(pending.scales, measures.get(PENDING), None))",
+        "of_pending = Pending(*of_pending, _slot(pending.scales, None, None))",
+        ("tests/models/test_overlap.py -k last_chain_has_it",),
+    ),
+    Mutant(
         "auto-chains",
         "layers go in chains by themselves where the link is fast",
         "taco_jax/config/derived.py",

@@ -145,7 +145,8 @@ def test_feedback_leaves_less_error_in_the_logits_and_decode_messages_stay_exact
 def test_chains_of_a_prompt_find_what_one_does(name, batch, codec, monkeypatch):
     """Values are quantised token by token, with the errors of the sums before: logits and caches are those of one."""
     monkeypatch.setattr(forward, "LAYERS_A_BODY", 3)  # of four layers one is left over
-    run = Run((CONFIGS | {"gemma": GEMMA, "windows": WINDOWS})[name], tp=2, batch=batch, length=SLOTS)
+    biased = dataclasses.replace(WINDOWS, out_bias=True, mlp_bias=True)
+    run = Run((CONFIGS | {"gemma": GEMMA, "windows": biased})[name], tp=2, batch=batch, length=SLOTS)
     params, tokens, lengths = run.params(), run.batch_arrays()[0], np.arange(SLOTS, SLOTS - batch, -1, np.int32)
     fed = None if codec == "none" else True
     settings = Settings(2, Compression(codec, min_bytes=0, error_feedback=fed), dtype="float32")

@@ -73,6 +73,22 @@ def test_compressed_gradients_and_largest_scales_are_those_of_one_chain(codec, r
         np.testing.assert_allclose(amax[site], slot, rtol=1e-3, err_msg=site)
 
 
+def test_a_sum_that_is_handed_on_takes_the_bias_of_its_own_layer():
+    loss, gradients, _ = Run(GPT2, tp=2, remat="full", chains=2).gradients()
+    want_loss, want, _ = _reference("gpt2")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert_gradients_close(gradients, want, exact=True)
+
+
+def test_the_largest_scale_counts_where_the_last_chain_has_it():
+    run = dataclasses.replace(EXCHANGE, remat="full", chains=2)
+    params, *batch, exponents = run.arguments()
+    in_reverse = [values[::-1] for values in batch]
+    one, other = (run.compiled()[0](params, *values, exponents)[2] for values in (batch, in_reverse))
+    for site, slot in one.items():
+        np.testing.assert_allclose(other[site], slot, rtol=1e-3, err_msg=site)
+
+
 @SLOW
 @pytest.mark.parametrize("tp, sequence_parallel", [(4, False), (2, True)])
 def test_compressed_gradients_in_two_hops(tp, sequence_parallel):

@@ -159,8 +159,13 @@ def test_the_compiled_step_sends_what_the_table_lists(config):
     assert all(row.codec in CODECS and row.codec != "none" for row in listed)
     sent = collectives(p.step)
     u8 = sorted(c for c in sent if c[1] == "uint8")
-    # A loop's body counts once, but the chains of a layer are in it one after the other.
-    copies = lambda row: p.parallel.chains if row.site.startswith("layers/") else 1
+    # A loop's body counts once, but the chains of a layer are in it one after the other. The last sum of the last layer
+    # is sent behind it.
+    chains = p.parallel.chains
+    handed_on = lambda row: (
+        (row.site, row.direction) == ("layers/mlp/down", "forward") and not p.parallel.sequence_parallel
+    )
+    copies = lambda row: chains + (chains > 1 and handed_on(row)) if row.site.startswith("layers/") else 1
     assert u8 == sorted(h for row in listed for h in row.hlo * copies(row))
     # What is not uint8 is listed as exact or is a scalar of the optimiser; none of it is as large as a message.
     others = [c for c in sent if c[1] != "uint8"]
