@@ -6,6 +6,8 @@
 Takes the trainer's flags. The program is the exact one, but every message that a codec could have made smaller, all
 rows "activation" of the trainer's table, is made up of this rank's own values: a sum is its own term, a gathered array
 repeats its own part. The same matmuls, memory and schedule, and no waiting. The losses it prints mean nothing.
+Of the embedding, whose rows another rank may hold, each rank looks up rows of its own instead: products of zeros take
+less power, so that a GPU at its limit of power would multiply faster than it can.
 (`link_study.py` runs it for the codec name "free", and `bench_step.py` compiles it.)
 """
 
@@ -24,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from taco_jax.collectives import vjp
 from taco_jax.config import cli
+from taco_jax.nn import vocab_parallel
 from taco_jax.train import loop
 
 # A scope of names tells the lowering rules which collectives are messages. A size could not: with --chains a message is
@@ -70,11 +73,29 @@ def primitive_of(name: str):
 def messages_left_out():
     """Exact messages of taco_jax that are traced and lowered inside of it compile to what the rank has itself."""
     _teach_lowering()
-    vjp.lax = _MarkedLax()
+    before = vjp.lax, vocab_parallel.embed
+    vjp.lax, vocab_parallel.embed = _MarkedLax(), no_zero_rows(vocab_parallel.embed)
     try:
         yield
     finally:
-        vjp.lax = lax
+        vjp.lax, vocab_parallel.embed = before
+
+
+def no_zero_rows(embed):
+    """Returns `embed`, whose result has rows of this rank's where another one holds the token's. They get no gradient,
+    as on a rank that does not hold them."""
+
+    def embed_without_zeros(table_VD, tokens_BL, axis, *scaling, vocab_size, **options):
+        rows, ranks = table_VD.shape[0], lax.axis_size(axis)
+        first = lax.axis_index(axis) * rows
+        held = jnp.clip(vocab_size - first, 1, rows)
+        is_own_BL = (first <= tokens_BL) & (tokens_BL < first + rows)
+        # Past the table's end is zero, for tokens whose row is there already.
+        stand_ins_BL = jnp.where(is_own_BL, rows * ranks, first + tokens_BL % held)
+        x_BLD = embed(table_VD, tokens_BL, axis, *scaling, vocab_size=vocab_size, **options)
+        return x_BLD + embed(lax.stop_gradient(table_VD), stand_ins_BL, axis, *scaling, **options)
+
+    return embed_without_zeros
 
 
 @functools.cache

@@ -73,3 +73,43 @@ def test_a_prompts_messages_are_left_out(printed):
     """
     (exact, rest), (free, others) = printed[1]
     assert exact == 3 * 2 * 64 * 32 and free == 0 and rest == others
+
+
+EMBEDDING = """
+import json
+import free_communication
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import make_mesh
+from jax.sharding import PartitionSpec as P
+from taco_jax.models import decoder
+
+mesh = make_mesh(tp=2)
+table = 1 + jnp.arange(256.0)[:, None] * jnp.ones((1, 4))
+tokens = jnp.array([[0, 1, 127, 128, 129, 199]])
+
+def rows(cut):
+    options = dict(vocab_size=200, sequence_dim=1 if cut else None)
+    look_up = lambda table: decoder.vocab_parallel.embed(table, tokens, "tp", **options)
+    def f(table):
+        x, vjp = jax.vjp(look_up, table)
+        return x[None, ..., 0], vjp(jnp.ones_like(x))[0][:, 0]
+    x, gradient = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))(table)
+    return np.asarray(x).tolist(), np.flatnonzero(gradient).tolist()
+
+with free_communication.messages_left_out():
+    free = [rows(cut) for cut in (False, True)]
+print(json.dumps(free))
+"""
+
+
+def test_no_row_of_the_embedding_is_zero_and_gradients_are_those_of_own_tokens(tmp_path):
+    path = f"{REPOSITORY}:{REPOSITORY}/experiments:{REPOSITORY}/tests/support"
+    run = run_python(EMBEDDING, devices=2, env={"PYTHONPATH": path}, cwd=tmp_path)
+    (whole, touched), (cut, touched_cut) = json.loads(run.stdout.splitlines()[-1])
+    # Rank 0 holds ids 0 to 127, rank 1 128 to 199. Of another's token they take the row at its remainder.
+    assert whole == [[[1, 2, 128, 1, 2, 72]], [[129, 130, 184, 129, 130, 200]]]
+    assert cut == [[[1, 2, 128]], [[129, 130, 184]]]
+    assert touched == [0, 1, 127, 128, 129, 199]
+    assert set(touched_cut) <= set(touched)
