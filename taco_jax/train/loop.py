@@ -454,7 +454,7 @@ class Run:
             "samples": samples,
         }
         if "stats" in values:
-            from taco_jax.train.step import summarise_stats
+            from taco_jax.train.site_stats import summarise_stats
 
             record["sites"] = summarise_stats(values["stats"])
         return record

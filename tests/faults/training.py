@@ -713,7 +713,7 @@ MUTANTS = (
     Mutant(
         "guard-direction",
         "a direction that moves takes the other one along",
-        "taco_jax/train/step.py",
+        "taco_jax/train/site_plan.py",
         "between_hosts=None, **{direction: codec})",
         "between_hosts=None, forward=codec, backward=codec)",
         ("tests/train/test_guarded.py -k other_one",),

@@ -106,6 +106,7 @@ SHORT = {
         "serve.py": ENTRY,
         "tensor_parallel.py": FACADE,
         "train/__main__.py": ENTRY,
+        "train/site_stats.py": CONCEPT,
     },
     "pallas_kernels": {
         "matmul_all_reduce/support.py": "answers without a GPU, as every package's support.py",
