@@ -430,8 +430,8 @@ MUTANTS = (
     Mutant(
         "position-after-resume",
         "a resumed run begins its data again",
-        "taco_jax/train/loop.py",
-        'self.batches.restore(run["data"])',
+        "taco_jax/train/resume.py",
+        'batches.restore(run["data"])',
         'run["data"]',
         ("tests/train/test_train.py -k 'six_steps or resumed'",),
     ),
