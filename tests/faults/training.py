@@ -625,7 +625,7 @@ MUTANTS = (
         "taco_jax/data/prepare/duplicates.py",
         "return first < number",
         "return True",
-        ("tests/data/test_prepare.py -k ten_places",),
+        ("tests/data/test_prepare_stopped.py -k ten_places",),
     ),
     Mutant(
         "prepare-place",
@@ -633,7 +633,7 @@ MUTANTS = (
         "taco_jax/data/prepare/text_files.py",
         "behind = Position(place.file, place.record + 1, place.offset + len(line))",
         "behind = Position(place.file, place.record + 1, place.offset)",
-        ("tests/data/test_prepare.py -k ten_places",),
+        ("tests/data/test_prepare_stopped.py -k ten_places",),
     ),
     Mutant(
         "prepare-within",
@@ -641,7 +641,7 @@ MUTANTS = (
         "taco_jax/data/prepare/command.py",
         "joined=self._joiner.joined if inside else 0",
         "joined=0",
-        ("tests/data/test_prepare.py -k ten_places",),
+        ("tests/data/test_prepare_stopped.py -k ten_places",),
     ),
     Mutant(
         "prepare-whole-too-early",
@@ -652,7 +652,7 @@ MUTANTS = (
         """        write_whole(self.folder / META, _json({"format": FORMAT}))
         for name, data in copies.items():
             write_whole""",
-        ("tests/data/test_prepare.py -k ten_places",),
+        ("tests/data/test_prepare_stopped.py -k ten_places",),
     ),
     Mutant(
         "guard-bound",
