@@ -13,7 +13,6 @@ output    OUT/README.md (hardware, commit, command, tables), OUT/summary.json
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -33,7 +32,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import runs
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from gpu_targets import MAIN, MOSAIC, TARGETS, architecture, on_target
+from jax.sharding import AbstractDevice, AxisType
+from kernel_targets_report import cell, report
 
 from pallas_kernels import Geometry, mosaic
 from pallas_kernels.triton import launch, operations
@@ -49,60 +50,6 @@ TRITON_TYPES = {
     "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "uint8": "*u8", "int32": "*i32", "uint32": "*u32",
 }  # fmt: skip
 H100 = Path(__file__).resolve().parent.parent / "tests" / "aot" / "h100.txtpb"
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A kind of GPU: one card's name, and its multiprocessors' limits by compute capability (CUDA's programming guide,
-    "Technical Specifications per Compute Capability"); memory in KiB."""
-
-    device: str
-    multiprocessors: int
-    warps: int
-    blocks: int
-    shared: int
-    shared_of_block: int
-    tensor_columns: int = 0  # of tensor memory
-
-    def resident(self, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
-        """Returns how many programs of so many warps, registers a thread and bytes a multiprocessor holds at once."""
-        if shared > self.shared_of_block * 1024:
-            return 0
-        by_registers = 65536 // (256 * -(-registers * 32 // 256)) // 4 * 4 // warps  # warps come in fours
-        by_shared = self.shared * 1024 // (128 * -(-(shared + 1024) // 128))  # each block has 1 KiB of the system's
-        by_tensor = self.tensor_columns // tensor_columns if tensor_columns else self.blocks
-        return min(by_registers, by_shared, by_tensor, self.warps // warps, self.blocks)
-
-
-TARGETS = {
-    80: Target("NVIDIA A100-SXM4-80GB", 108, 64, 32, 164, 163),
-    86: Target("NVIDIA GeForce RTX 3090", 82, 48, 16, 100, 99),
-    87: Target("NVIDIA Orin", 16, 48, 16, 164, 163),
-    89: Target("NVIDIA GeForce RTX 4090", 128, 48, 24, 100, 99),
-    90: Target("NVIDIA H100 80GB HBM3", 132, 64, 32, 228, 227),
-    100: Target("NVIDIA B200", 148, 64, 32, 228, 227, 512),
-    103: Target("NVIDIA B300", 148, 64, 32, 228, 227, 512),
-    110: Target("NVIDIA Thor", 20, 48, 24, 228, 227, 512),
-    120: Target("NVIDIA GeForce RTX 5090", 170, 48, 24, 100, 99),
-    121: Target("NVIDIA GB10", 48, 48, 24, 100, 99),
-}
-MAIN = (80, 86, 89, 90, 100, 120)
-MOSAIC = (90, 100)
-
-
-def architecture(capability: int) -> str:
-    """Returns what jaxlib and XLA assemble for."""
-    return f"sm_{capability}{'a' if capability >= 90 else ''}"
-
-
-@contextlib.contextmanager
-def on_target(capability: int) -> Iterator[None]:
-    """Traces for a GPU of this compute capability, known by its name alone, as in a mesh of another machine."""
-    target = TARGETS[capability]
-    device = AbstractDevice(device_kind=target.device, num_cores=target.multiprocessors, platform="gpu")
-    mesh = AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 def operation(kernels, codec: Codec, name: str, dtype: str):
@@ -399,7 +346,7 @@ def nvlink_rows(codecs: Sequence[str], capability: int, kept: Path | None) -> di
     return found
 
 
-# The report
+# All of it
 
 
 def rows_of(backend: str, capability: int, cases: Sequence[tuple[str, str]], names: Sequence[str], kept) -> dict:
@@ -412,26 +359,6 @@ def rows_of(backend: str, capability: int, cases: Sequence[tuple[str, str]], nam
     return found
 
 
-def cell(row: dict | None) -> str:
-    if row is None:
-        return ""
-    if "reason" in row:
-        return "no"
-    spilled = f" ({row['spilled']} B spilled)" if row["spilled"] else ""
-    parts = [f"{row['registers']}{spilled}", f"{row['shared'] / 1024:.0f}"]
-    if "programs" in row:
-        parts.append(f"{row['resident']} of {row['programs']}")
-    return " / ".join(parts)
-
-
-def matrix(rows: dict[str, dict], columns: Sequence[str], first: str) -> list[str]:
-    """rows: {row: {column: found}}."""
-    lines = [f"| {first} | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
-    for name, by in rows.items():
-        lines.append(f"| {name} | {' | '.join(cell(by.get(column)) for column in columns)} |")
-    return lines
-
-
 def chosen(capability: int) -> dict[str, dict[str, list[str]]]:
     """Returns {codec: {operation: (what `taco_jax` runs there, why)}}, with jax-triton or without."""
     target = TARGETS[capability]
@@ -440,85 +367,6 @@ def chosen(capability: int) -> dict[str, dict[str, list[str]]]:
         codec: {name: list(dispatch.choose(codec, device, "bfloat16", operation=name)) for name in dispatch.OPERATIONS}
         for codec in runs.WITH_KERNELS
     }
-
-
-def totals(found: dict, dtypes: Sequence[str]) -> list[str]:
-    lines = [
-        "| target | kernels | compiled | spill | most registers | most shared memory, KiB (limit) |",
-        "|---" * 6 + "|",
-    ]
-    for arch, by in found.items():
-        rows = [row for dtype in dtypes for operations in by.get(dtype, {}).values() for row in operations.values()]
-        good = [row for row in rows if "reason" not in row]
-        limit = TARGETS[int(re.sub(r"\D", "", arch))].shared_of_block
-        most = max((row["registers"] for row in good), default=0)
-        shared = max((row["shared"] for row in good), default=0) / 1024
-        spilling = sum(row["spilled"] > 0 for row in good)
-        lines.append(f"| {arch} | {len(rows)} | {len(good)} | {spilling} | {most} | {shared:.0f} ({limit}) |")
-    return lines
-
-
-def reasons(found: dict) -> list[str]:
-    """Lines of what did not compile, with its targets, codecs and operations."""
-    by: dict[tuple[str, str], list[str]] = {}
-    for arch, dtypes in found.items():
-        for dtype, codecs in dtypes.items():
-            for codec, operations_ in codecs.items():
-                for name, row in operations_.items():
-                    if "reason" in row:
-                        by.setdefault((arch, row["reason"]), []).append(f"{codec} {name} {dtype}")
-    return [f"* {arch}: {reason}: {', '.join(names)}" for (arch, reason), names in by.items()]
-
-
-def report(found: dict, named_commit: str | None) -> str:
-    lines = runs.header("The kernels compiled for GPUs of every kind", named_commit)
-    lines += [
-        f"Compiled, not run. Assembler: ptxas {found['ptxas']}; triton {found['triton_version']}.",
-        "A cell is: registers of a thread / KiB of shared memory of a program / programs that a multiprocessor holds",
-        "at once, of those that are started for it. `no`: it does not compile, for the reason below its table.",
-        "",
-    ]
-    for backend in ("triton", "mosaic"):
-        tables = found[backend]
-        if not tables:
-            continue
-        dtypes = list(dict.fromkeys(dtype for by in tables.values() for dtype in by))
-        lines += [f"## {backend.capitalize()}", "", *totals(tables, dtypes), ""]
-        for dtype in dtypes:
-            rows: dict[str, dict] = {}
-            for arch, by in tables.items():
-                for codec, operations_ in by.get(dtype, {}).items():
-                    for name, row in operations_.items():
-                        rows.setdefault(f"{codec} {name}", {})[arch] = row
-            lines += [f"### {dtype}", "", *matrix(rows, list(tables), "codec and operation"), ""]
-        lines += [*reasons(tables), ""]
-    if found["nvlink"]:
-        lines += ["## One kernel over NVLink", ""]
-        archs = list(found["nvlink"])
-        rows = {name: {a: found["nvlink"][a].get(name) for a in archs} for name in found["nvlink"][archs[0]]}
-        lines += [*matrix(rows, archs, "kernel on two GPUs, bfloat16"), ""]
-        for arch, by in found["nvlink"].items():
-            why = {row["reason"] for row in by.values() if "reason" in row}
-            lines += [f"* {arch}: {reason}" for reason in sorted(why)]
-        lines.append("")
-    lines += [
-        "## What runs there",
-        "",
-        "With what these kernels need (jax-triton 0.3 and jax below 0.12 for Triton's).",
-        "",
-    ]
-    lines += ["| target | card | codec | what `taco_jax` takes | why |", "|---" * 5 + "|"]
-    for arch, by in found["chosen"].items():
-        groups: dict[tuple, list[str]] = {}
-        for codec, operations_ in by.items():
-            answers = {tuple(answer) for answer in operations_.values()}
-            groups.setdefault(tuple(sorted(answers)), []).append(codec)
-        card = TARGETS[int(re.sub(r"\D", "", arch))].device
-        for answers, codecs in groups.items():
-            which = "all" if len(codecs) == len(by) else ", ".join(codecs)
-            names, why = ("; ".join(dict.fromkeys(part)) for part in zip(*answers))
-            lines.append(f"| {arch} | {card} | {which} | {names} | {why} |")
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(arguments: Sequence[str]) -> None:

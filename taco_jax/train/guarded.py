@@ -18,6 +18,7 @@ import numpy as np
 from taco_jax.config import TrainConfig
 from taco_jax.train import step as step_lib
 from taco_jax.train.guard import Budget, Event, Guard, text_of
+from taco_jax.train.site_stats import summarise_stats
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -81,7 +82,7 @@ class GuardedPrograms:
         had in their codecs before, which it measures on the step's batch. Returns what is decided."""
         cost, stats = _agree(max(0.0, self.budget.cost(self._step_seconds) - 1), stats)
         self.budget.measured(step, cost)
-        events = self.guard.observe(step_lib.summarise_stats(stats))
+        events = self.guard.observe(summarise_stats(stats))
         if self.guard.moved and not events and self.budget.former_due():
             former = self._program(self.guard.former)
             measure, scales = former.measure, self._fresh_scales(state, self.guard.moved)
@@ -89,7 +90,7 @@ class GuardedPrograms:
             stats = jax.device_get(measure(dataclasses.replace(state, scales=scales), batch))
             cost, stats = _agree(self.budget.cost(time.perf_counter() - start), stats)
             self.budget.measured_former(cost)
-            events = self.guard.observe_former(step_lib.summarise_stats(stats))
+            events = self.guard.observe_former(summarise_stats(stats))
         return events
 
     def change(self, events: list[Event], state: Any) -> tuple[Any, float]:

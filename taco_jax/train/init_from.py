@@ -28,7 +28,8 @@ from taco_jax.train.workdir import CHECKPOINTS, CONFIG, read_config
 
 if TYPE_CHECKING:
     from taco_jax.inference.loading import Checkpoint
-    from taco_jax.train.step import Program, TrainState
+    from taco_jax.train.state import TrainState
+    from taco_jax.train.step import Program
 
 HUGGING_FACE, GGUF, RUN = "Hugging Face", "GGUF", "run"
 

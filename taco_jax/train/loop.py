@@ -2,6 +2,8 @@
 
 One optimiser step is one call of a jitted program (`taco_jax.train.step`); this file brings it data and takes away its
 metrics. It reads the metrics of a step while the next one runs, so the devices never wait for the host.
+`taco_jax.train.resume` has where a run begins, `step_record` what is kept of a step, `run_lines` what is printed around
+the loop.
 
 With several processes (`taco_jax.launch.distributed`) each does all of this in step with the others: it feeds its
 own rows of every batch and writes its own part of every checkpoint; the first one alone prints, and writes the other
@@ -10,7 +12,6 @@ files.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import time
@@ -23,23 +24,21 @@ from typing import Any
 import jax
 
 from taco_jax import data
-from taco_jax.compression.plan_file import feeds_back
 from taco_jax.config import ConfigError, TrainConfig, chains, cli, overlap
 from taco_jax.config.checks import check
 from taco_jax.config.derived import with_codecs
 from taco_jax.config.stored import own_codecs
 from taco_jax.launch import distributed
 from taco_jax.launch.preemption import StopRequests
-from taco_jax.models.params import count_params
 from taco_jax.nn.vocab_parallel import pad_vocab
-from taco_jax.train import base, init_from, model_files
+from taco_jax.train import base, init_from, model_files, resume
 from taco_jax.train.checkpoint import Checkpoints, SaveError
 from taco_jax.train.log_file import check_log_file, log_to, say
-from taco_jax.train.metrics import Recorder, bf16_peak, flops_per_token, peak_memory, step_line
+from taco_jax.train.metrics import Recorder, step_line
 from taco_jax.train.profile import Profile
-from taco_jax.train.workdir import CHECKPOINTS, METRICS, PLOT, locked, open_workdir
-
-_SENT = ("bytes", "bytes_bf16")
+from taco_jax.train.run_lines import first_lines, last_lines
+from taco_jax.train.step_record import StepRecords
+from taco_jax.train.workdir import CHECKPOINTS, locked, open_workdir
 
 
 class TrainingError(RuntimeError):
@@ -130,7 +129,8 @@ def _train(config: TrainConfig, mesh, requests: StopRequests) -> dict[str, Any]:
             finally:
                 run.close()
         if jax.process_index() == 0:
-            _finish(config, record, run.first - 1, run.stopped_by)
+            for line in last_lines(config, record, first_step=run.first - 1, stopped_by=run.stopped_by):
+                say(line)
     return record
 
 
@@ -160,60 +160,24 @@ class Run:
         self.record: dict[str, Any] = {}
         self.owed = False
         self.profile = Profile(config.profile, config.workdir, say)
-        devices = jax.local_devices()
-        peak = bf16_peak(devices[0].device_kind)
-        self.peak_flops = peak and peak * config.mesh.size
-        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length, program.adapters)
-        self.sent: dict[str, Any] = {}  # what a record says of messages
+        self.records = StepRecords(config, program)
         # Notes when a step's metrics are there: this thread may come later, when the next step is done too.
         self.watch = ThreadPoolExecutor(1)
-        self.clock: float | None = None
-        self.timed_step = 0
-        self.seconds_per_step: float | None = None
 
     def begin(self) -> None:
         """Restores the checkpoint that the config asks for, else makes the first state."""
         config = self.config
-        chosen = self.checkpoints.choose(config.checkpoint.resume_step)
-        remarks, moved, guard_state = [], [], None
-        if chosen is None and config.init_from is not None:
-            self.state, self.start = init_from.first_state(config, self.program)
-            self.lineage = init_from.lineage(self.start.origin)
-            say(f"weights of {init_from.described(self.start.origin)}")
-        elif chosen is None:
-            self.state = self.program.init(jax.random.key(config.seed))
-            if self.program.base is not None:
-                remarks.append(f"lora.rank={config.lora.rank} without init_from: the weights that stay are random")
-        else:
-            stored, run, remarks = self.checkpoints.restore(
-                chosen,
-                self.program.stored.shapes,
-                config.model.vocab_size,
-                lambda: self.program.init(jax.random.key(config.seed)).scales,
-            )
-            self.state = self.program.stored.unpack(stored)
-            if self.program.base is not None:
-                self.base_digest = run.get(base.DIGEST)
-                self.state = dataclasses.replace(self.state, base=self.program.base.read(config, self.base_digest))
-            self.batches.restore(run["data"])
-            self.step = chosen
-            moved = self.checkpoints.set_aside_after(chosen) if chosen < self.stop else []
-            if moved:
-                remarks.append(f"checkpoints of later steps are kept in {moved[0].parent}")
-            self.lineage, guard_state = run.get("started_from"), run.get("guard")
-            say(f"resumed from step {chosen}")
-            if config.init_from is not None:
-                remarks.append(f"init_from={config.init_from} is not read again: the workdir has checkpoints")
-        if chosen is None and self.program.base is not None:
-            self.base_digest = self.program.base.keep(self.state.base, config)
-        remarks += self._begin_guard(guard_state)
+        beginning = resume.begin(config, self.program, self.checkpoints, self.batches, stop=self.stop)
+        self.state, self.step, self.start = beginning.state, beginning.step, beginning.start
+        self.lineage, self.base_digest = beginning.lineage, beginning.base_digest
+        remarks = beginning.remarks + self._begin_guard(beginning.guard)
         if jax.process_index() == 0:
             remarks += model_files.keep(config, self.start)
         # A finished run keeps its records: nothing is going to make them again.
         self.recorder = Recorder(
             config,
             self.step if self.step < self.stop else None,
-            keep_later=bool(moved),
+            keep_later=beginning.keeps_later,
             active=jax.process_index() == 0,
         )
         for remark in remarks + self.recorder.remarks:
@@ -235,61 +199,15 @@ class Run:
         return remarks
 
     def announce(self, mesh, train_tokens: int, validation_tokens: int) -> None:
-        config = self.config
-        parameters = count_params(config.model)
-        device = mesh.devices.flat[0].device_kind
-        tokens = config.global_batch * config.data.sequence_length
-        forward = config.compression.error_feedback or feeds_back(config.compression.plan)
-        ways = {"forward": forward, "backward": config.compression.backward_error_feedback}
-        fed = ", ".join(way for way, is_fed in ways.items() if is_fed)
-        fed = f"; error feedback in tp {fed}" if fed else ""
-        say(
-            f"{parameters / 1e6:,.1f}M parameters on {mesh.devices.size} x {device} "
-            f"(dp {config.mesh.dp}, pp {config.mesh.pp}, tp {config.mesh.tp})"
-        )
-        if (adapters := self.program.adapters) is not None:
-            say(
-                f"adapters of rank {adapters.rank}, scale {adapters.scale:g}, on {', '.join(adapters.targets)}: "
-                f"{adapters.count(config.model) / 1e6:,.2f}M parameters are trained"
-            )
-        say(f"codecs: {self.program.table.codecs()}{fed}")
-        count, why = chains(config, mesh.devices.flat[0])
-        if count > 1:
-            say(f"chains: {count} ({why})")
-        if self.program.overlapped:
-            say("gradients: each layer's are sent beside the backward pass of the layer before it")
-        if self.guard is not None:
-            say(self.guard.words())
-        if config.mesh.pp > 1:
-            schedule = self.program.schedule_of_stages
-            say(f"pipeline {schedule.kind}: {schedule.microbatches} microbatches, bubble {schedule.bubble:.1%}")
-        say(
-            f"{self.batches.describe()}: {train_tokens:,} training and {validation_tokens:,} validation tokens; "
-            f"{tokens:,} tokens a step; workdir {config.workdir}"
-        )
-        if config.data.sequence_length > config.model.max_length:
-            say(
-                f"data.sequence_length={config.data.sequence_length} is longer than model.max_length="
-                f"{config.model.max_length}, the longest that the model is meant for"
-            )
-        warmup = config.optimizer.warmup_steps
-        if warmup > config.steps:
-            say(
-                f"optimizer.warmup_steps={warmup} is longer than the run of {config.steps} steps: the learning rate "
-                f"ends at {config.steps / warmup:.0%} of optimizer.learning_rate"
-            )
+        read = f"{self.batches.describe()}: {train_tokens:,} training and {validation_tokens:,} validation tokens"
+        for line in first_lines(self.config, self.program, self.guard, mesh=mesh, data=read):
+            say(line)
         if self.step >= self.stop:
             say(f"already at step {self.step} of {self.stop}; nothing to train")
         else:
             self.profile.plan(self.step + 1, self.stop)
             say("compiling")
-        self._count_messages()
-
-    def _count_messages(self) -> None:
-        sent, bf16 = self.program.table.total("activation")
-        axes = self.program.table.by_axis().items()
-        total = lambda rows: {key: sum(getattr(row, key) for row in rows) for key in _SENT}
-        self.sent = {"comm_bytes": sent, "comm_bytes_bf16": bf16, "comm": {axis: total(rows) for axis, rows in axes}}
+        self.records.count(self.program.table)
 
     def loop(self) -> None:
         config = self.config
@@ -314,7 +232,7 @@ class Run:
             if self.guard is not None:
                 measured = self.guard.due(self.step)
             advance = self.program.step_with_stats if measured else self.program.step
-            if self.clock is None:
+            if not self.records.running:
                 self._restart_clock(self.step - 1)
             stop_request = self.requests.ask()
             with self.profile.step(self.step, pending and pending[2]):
@@ -335,9 +253,9 @@ class Run:
 
     def _restart_clock(self, step: int) -> None:
         """The next step begins now, after `step`."""
-        self.clock, self.timed_step = time.perf_counter(), step
+        now = self.records.restart(step)
         if self.guard is not None:
-            self.guard.restart(step, self.clock)
+            self.guard.restart(step, now)
 
     def finish(
         self,
@@ -363,7 +281,7 @@ class Run:
         turn = step == self.first or step % self.config.metrics.every == 0
         write = turn or validate or self.stopped_by or values["skipped"] or "stats" in values
         if write:
-            self.record = self._timed(step, samples, values, done.result())
+            self.record = self.records.record(self.config, step, values, samples=samples, now=done.result())
         said = self._guard(step, values, done.result(), batch)
         if save and not hopeless:
             ends = step == self.stop or self.stopped_by
@@ -374,7 +292,8 @@ class Run:
             if validate and not hopeless:
                 self.record |= self.validate()
             self._write_record()
-            left = self.seconds_per_step and self.seconds_per_step * (self.stop - step)
+            seconds = self.records.seconds_per_step
+            left = seconds and seconds * (self.stop - step)
             say(step_line(self.record, self.config.steps, left))
         if said:
             say(said)
@@ -410,7 +329,7 @@ class Run:
         if changes and step < self.stop and not self.stopped_by:
             self.state, seconds = self.guard.change(events, self.state)
             self.program = self.guard.program
-            self._count_messages()
+            self.records.count(self.program.table)
         self.record["guard"] = [guarded.record(step, event, seconds) for event in events]
         return guarded.line(step, events, self.guard.guard.patience, seconds)
 
@@ -433,31 +352,6 @@ class Run:
             return "There is no checkpoint to go on from."
         # The last of them may have been saved when the run had diverged already, its loss still finite.
         return f"Go on from before it diverged with --checkpoint.resume-step; present: {', '.join(map(str, present))}."
-
-    def _timed(self, step: int, samples: int, values: dict[str, Any], now: float) -> dict[str, Any]:
-        config = self.config
-        seconds = (now - self.clock) / (step - self.timed_step)
-        self.clock, self.timed_step = now, step
-        # The remaining time follows the recent steps.
-        old = self.seconds_per_step
-        self.seconds_per_step = seconds if old is None else 0.7 * old + 0.3 * seconds
-        tokens = config.global_batch * config.data.sequence_length / seconds
-        used = peak_memory(jax.local_devices())
-        record = {"step": step} | {key: float(value) for key, value in values.items() if key != "stats"}
-        record["skipped"] = int(record["skipped"])
-        record |= {
-            "tokens_per_second": tokens,
-            "step_seconds": seconds,
-            **self.sent,
-            "mfu": self.peak_flops and tokens * self.flops_per_token / self.peak_flops,
-            "peak_memory_bytes": used,
-            "samples": samples,
-        }
-        if "stats" in values:
-            from taco_jax.train.step import summarise_stats
-
-            record["sites"] = summarise_stats(values["stats"])
-        return record
 
     def validate(self) -> dict[str, float]:
         """Mean loss per token of the validation batches, and its exponential; {} where validation is switched off."""
@@ -490,7 +384,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The last record; of a run that had nothing left to do, its validation alone."""
         if not self.record:
-            self.record = {"step": self.step, **self.sent}
+            self.record = {"step": self.step, **self.records.sent}
             self.record |= self.validate()
         return self.record
 
@@ -504,43 +398,3 @@ class Run:
 def _when_done(out: Any) -> float:
     jax.block_until_ready(out)
     return time.perf_counter()
-
-
-def _finish(config: TrainConfig, record: dict[str, Any], first_step: int, stopped_by: str | None) -> None:
-    """The last lines: what was reached, what this run moved since `first_step`, and where everything is."""
-    from taco_jax.train import plot
-
-    workdir, step = Path(config.workdir), record["step"]
-    if stopped_by:
-        saved = "saved" if config.checkpoint.enabled else "not saved (checkpoint.enabled=False)"
-        say(f"stopped at step {step} of {config.steps} by {stopped_by}, {saved}; the same command goes on")
-    elif step < config.steps:
-        say(f"stopped at step {step} of {config.steps}; the same command with a later --stop-after, or none, goes on")
-    if "validation_loss" in record:
-        loss, perplexity = record["validation_loss"], record["validation_perplexity"]
-        say(f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f} at step {step}")
-    comm, bf16 = record["comm_bytes"], record["comm_bytes_bf16"]
-    axes = "tensor-parallel" if config.mesh.pp == 1 else "tensor- and pipeline-parallel"
-    if comm:
-        steps = step - first_step
-        say(
-            f"{axes} activation traffic: {comm / 1e6:.2f} MB per device and step, {bf16 / 1e6:.2f} MB as "
-            f"bf16: ratio {bf16 / comm:.2f}; {steps * comm / 1e9:.2f} instead of {steps * bf16 / 1e9:.2f} GB in "
-            f"the {steps} steps of this run"
-        )
-    else:
-        say(f"{axes} activation traffic: none")
-    everything = record["comm"] | {"together": {k: sum(x[k] for x in record["comm"].values()) for k in _SENT}}
-    shown = [(axis, *(x[key] / 1e6 for key in _SENT)) for axis, x in everything.items() if axis != "several"]
-    parts = [f"{axis} {mb:.2f} MB, {bf16:.2f} MB as bf16: ratio {bf16 / mb:.2f}" for axis, mb, bf16 in shown if mb]
-    say(f"all messages per device and step: {'; '.join(parts) or 'none'}")
-    places = []
-    if (workdir / METRICS).exists() and (workdir / METRICS).stat().st_size:
-        try:
-            places.append(f"loss curve {plot.draw([workdir], workdir / PLOT)}")
-        except (ImportError, OSError, ConfigError) as error:
-            places.append(f"no loss curve ({error})")
-        places.append(f"metrics {workdir / METRICS}")
-    if config.checkpoint.enabled:
-        places.append(f"checkpoint {workdir / CHECKPOINTS / str(step)}")
-    say("; ".join(places))

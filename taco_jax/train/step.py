@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,9 +26,7 @@ from taco_jax.codec import STATS, UNCALIBRATED
 from taco_jax.collectives import comm_log
 from taco_jax.collectives.topology import ranks_per_host
 from taco_jax.compression import tuned
-from taco_jax.compression.compression import Compression, Plan, as_compression
-from taco_jax.compression.plan_file import PlanFile, shape_of
-from taco_jax.compression.site_scales import SiteScales, merge_uses, new_scale_state, update_scale_state
+from taco_jax.compression.site_scales import SiteScales, merge_uses, update_scale_state
 from taco_jax.config import (
     ConfigError,
     TrainConfig,
@@ -38,7 +35,6 @@ from taco_jax.config import (
     pipeline_schedule,
     remat,
     sequence_parallel,
-    site_compression,
     with_codecs,
 )
 from taco_jax.data.sources import end_token
@@ -46,91 +42,13 @@ from taco_jax.mesh import AXES
 from taco_jax.models import decoder, lora
 from taco_jax.models.attention import implementation, why_not_cudnn
 from taco_jax.models.run_config import Parallel
-from taco_jax.pipeline import layout
 from taco_jax.tensor_parallel import to_varying
-from taco_jax.train import layered_backward, links, optim
+from taco_jax.train import layered_backward, links
 from taco_jax.train.base import Base
-from taco_jax.train.data_parallel import DataParallel
-from taco_jax.train.muon import WholeMatrices
+from taco_jax.train.site_plan import in_other_codecs, resolve_plan
+from taco_jax.train.site_stats import over_devices
+from taco_jax.train.state import StateFactory, TrainState
 from taco_jax.train.state_layout import Stored
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """The state that a step reads and writes.
-
-    step: int32, steps taken, skipped ones included (it is the data position in batches). params: float32. scales: site
-    name -> ScaleState. skipped, skipped_in_a_row: int32 counts of non-finite steps, which change nothing else. copy:
-    the parameters that the model computes with, where params are masters of which each rank has a share; else None.
-    base: the model's parameters where params are adapters alone (`taco_jax.models.lora`), which no step changes; else
-    None.
-    """
-
-    step: Any
-    params: Any
-    opt_state: Any
-    scales: Any
-    skipped: Any
-    skipped_in_a_row: Any
-    copy: Any = None
-    base: Any = None
-
-    @property
-    def weights(self) -> Any:
-        """Returns the trained parameters, or adapters, that the model computes with."""
-        return self.params if self.copy is None else self.copy
-
-
-def resolve_plan(config: TrainConfig, ranks_per_host: int | None = None) -> dict[str, Compression | None]:
-    """Site name -> Compression of a configuration: the plan's patterns first, the two defaults for the rest."""
-    c = config.compression
-    changes = {"ranks_per_host": ranks_per_host}
-    if config.mesh.pp > 1 and c.link == "auto":
-        # Stages send in branches that others do not take, where no kernel over NVLink has run yet.
-        changes["link"] = "nccl"
-    try:
-        names = decoder.site_names(config.model, config.mesh.tp)
-        base, planned = site_compression(c, **changes), c.planned
-        if planned is not None:
-            check_plan(config, planned, names)
-            rules = planned.rules(base)
-        else:
-            rules = {pattern: site_compression(c, codecs, **changes) for pattern, codecs in c.plan.items()}
-        plan = Plan(rules, base).resolve(names)
-        return plan | pipeline.plan(config)
-    except ValueError as error:
-        raise ConfigError(f"compression: {error}") from error
-
-
-def check_plan(config: TrainConfig, planned: PlanFile, names: Iterable[str]) -> None:
-    """Raises ConfigError for the file of a plan that this run cannot have: another model's, or of other sites."""
-    if planned.made.get("use", "training") != "training":
-        rule = "is a plan for inference; make one with python -m taco_jax.calibrate --use training"
-        raise ConfigError(f"{planned.source}: {rule}")
-    if planned.arrangement is not None:
-        rule = "is of inference, which folds it into weights as it reads them; calibrate without --arrange"
-        raise ConfigError(f"{planned.source}: arrangement: {rule}")
-    planned.check_model(shape_of(config.model), names)
-    fed = [name for name, site in planned.sites.items() if site.error_feedback]
-    for key, value, limit in (
-        ("sequence_parallel", sequence_parallel(config)[0], False),
-        ("model.post_norms", config.model.post_norms, False),
-    ):
-        if fed and value != limit:
-            raise ConfigError(
-                f"{planned.source}: site {fed[0]!r} has error feedback, which is never used with {key}={value}; set "
-                f"{key}={limit}, or calibrate with --feedback off"
-            )
-
-
-def in_other_codecs(plan: Mapping[str, Compression | None], codecs: Mapping[str, str]) -> dict[str, Compression | None]:
-    """Returns the plan with ways "SITE/forward" and "SITE/backward" in these codecs, between hosts too."""
-    changed = dict(plan)
-    for way, codec in codecs.items():
-        site, _, direction = way.rpartition("/")
-        changed[site] = dataclasses.replace(changed[site], between_hosts=None, **{direction: codec})
-    return {site: as_compression(compression) for site, compression in changed.items()}
 
 
 class Program:
@@ -164,31 +82,17 @@ class Program:
             adapter_scale=1.0 if config.lora.rank is None else config.lora.scale,
             frozen=config.lora.rank is not None,
         )
-        self.adapters = lora.Adapters.of(config.lora, config.model)
+        self._check_codecs()
         self.schedule_of_stages = pipeline_schedule(config)
-        self._chunks = layout.chunks_of(self.schedule_of_stages)
         # The axes over which parameters that are whole there have gradients of their own on every rank.
         self._axes = ("dp",) if self.schedule_of_stages is None else ("dp", pipeline.AXIS)
-        specs = decoder.param_specs(config.model, config.mesh.tp)
-        self._base_specs = {} if self.adapters is None else layout.specs(specs, self.schedule_of_stages)
-        specs = specs if self.adapters is None else self.adapters.specs(specs)
-        self._param_specs = layout.specs(specs, self.schedule_of_stages)
-        self._site_shapes = {
-            site: (config.model.n_layers,) if site.startswith("layers/") else ()
-            for site, compression in plan.items()
-            if compression is not None
-        }
-        self._check_codecs()
-        shapes = jax.eval_shape(self._new_params, jax.random.key(0))
-        self.data_parallel = DataParallel(config, mesh, self._param_specs, shapes)
         self.overlapped = overlap(config)[0]
-        stacked_dims = 1 if self._chunks == 1 else 2
-        orthogonal = WholeMatrices(self.data_parallel, stacked_dims)
-        self._optimizer, self._schedule = optim.make(config.optimizer, config.steps, stacked_dims, orthogonal)
-        self.state_shapes = self._abstract_state()
-        stored = dataclasses.replace(self.state_shapes, base=None)
-        self.stored = Stored(self.data_parallel, stored, self._chunks)
-        self.base = None if self.adapters is None else Base(self.state_shapes.base, self._chunks, mesh)
+        self._states = StateFactory(config, mesh, plan)
+        self.state_shapes, self.data_parallel = self._states.shapes, self._states.data_parallel
+        self.adapters, self._param_specs = self._states.adapters, self._states.param_specs
+        chunks = self._states.chunks
+        self.stored = Stored(self.data_parallel, dataclasses.replace(self.state_shapes, base=None), chunks)
+        self.base = None if self.adapters is None else Base(self.state_shapes.base, chunks, mesh)
 
     @property
     def codecs(self) -> list[str]:
@@ -213,77 +117,13 @@ class Program:
             except tuned.TunedFileError as error:
                 raise ConfigError(f"compression: {error}") from error
 
-    # State
-
     def init(self, key: jax.Array) -> TrainState:
         """A new state on the mesh; the values do not depend on the mesh."""
-        return self._jitted_init(key)
-
-    # jax.jit finds what it has compiled by the function, and a bound method is another object every time.
-    @functools.cached_property
-    def _jitted_init(self):
-        return jax.jit(self._new_state, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes))
-
-    def _new_params(self, key) -> Any:
-        return self._new_model(key) if self.adapters is None else self._new_adapters(key)
-
-    def _new_model(self, key) -> Any:
-        params = decoder.init_params(self.config.model, key, self.config.mesh.tp)
-        return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
-
-    def _new_adapters(self, key) -> Any:
-        params = self.adapters.init(self.config.model, jax.random.fold_in(key, 1))
-        return jax.tree.map(layout.split(self._chunks), params, layout.in_layers(params))
-
-    def _new_state(self, key) -> TrainState:
-        dp, params, copy = self.data_parallel, self._new_params(key), None
-        masters = dp.own(params) if dp.sharded else params
-        if dp.has_copy:
-            params, copy = masters, jax.tree.map(lambda p: p.astype(dp.copy_dtype), params)
-        zero = np.int32(0)
-        return TrainState(
-            zero,
-            params,
-            self._optimizer.init(masters),
-            self._new_scales(),
-            skipped=zero,
-            skipped_in_a_row=zero,
-            copy=copy,
-            base=None if self.adapters is None else self._new_model(key),
-        )
-
-    def _new_scales(self):
-        history = self.config.compression.history
-        scales = {site: new_scale_state(shape, history) for site, shape in self._site_shapes.items()}
-        return jax.tree.map(jnp.asarray, scales)
+        return self._states.init(key)
 
     def init_scales(self):
         """The `scales` of a new state, on the mesh."""
-        return jax.jit(self._new_scales, out_shardings=jax.tree.map(lambda a: a.sharding, self.state_shapes.scales))()
-
-    def _abstract_state(self) -> TrainState:
-        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
-        replicated = lambda tree: jax.tree.map(lambda _: P(), tree)
-        dp = self.data_parallel
-        specs = TrainState(
-            P(),
-            dp.master_specs,
-            optim.map_params(
-                lambda _, spec: spec,
-                shapes.opt_state,
-                dp.share_specs if dp.sharded else self._param_specs,
-                other=lambda _: P(),
-            ),
-            replicated(shapes.scales),
-            skipped=P(),
-            skipped_in_a_row=P(),
-            copy=self._param_specs if dp.has_copy else None,
-            base=self._base_specs or None,
-        )
-        place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self.mesh, spec))
-        return jax.tree.map(place, shapes, specs)
-
-    # Programs
+        return self._states.init_scales()
 
     @functools.cached_property
     def step(self):
@@ -347,7 +187,7 @@ class Program:
         grad_norm = _global_norm(grads)
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         old = self.data_parallel.masters(state.params)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, old)
+        updates, opt_state = self._states.optimizer.update(grads, state.opt_state, old)
         masters = jax.tree.map(lambda p, u: p + u, old, updates)
         scales = {site: update_scale_state(state.scales[site], measures[site][..., 0]) for site in state.scales}
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
@@ -367,7 +207,7 @@ class Program:
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": self._schedule(state.step - state.skipped),
+            "learning_rate": self._states.learning_rate(state.step - state.skipped),
             "skipped": bad,
             "skipped_in_a_row": new.skipped_in_a_row,
         }
@@ -390,7 +230,8 @@ class Program:
 
         def local(params, base, exponents, tokens_BL):
             params, base = (self._varying(tree) for tree in (params, base))
-            slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in self._site_shapes.items()}
+            shapes = self._states.site_shapes
+            slots = {s: to_varying(jnp.zeros((*shape, 2, width)), AXES) for s, shape in shapes.items()}
 
             dp = self.data_parallel
             gradient = self._value_and_grad(base, exponents, predicted)
@@ -410,12 +251,12 @@ class Program:
             if self.schedule_of_stages is not None:
                 total, grads = pipeline.sum_over_stages(total, grads)
             grads = jax.tree.map(lambda g, summed: g if summed else g[None], grads, dp.by_layer)
-            return _dp_sum("dp/loss", total), grads, _over_devices(measures)
+            return _dp_sum("dp/loss", total), grads, over_devices(measures)
 
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self._param_specs, self._base_specs, P(), P("dp")),
+            in_specs=(self._param_specs, self._states.base_specs, P(), P("dp")),
             out_specs=(P(), self.data_parallel.partial_specs, P()),
         )
         return run(state.weights, state.base or {}, exponents, tokens)
@@ -463,7 +304,7 @@ class Program:
             (nll, count), _ = lax.scan(microbatch, (zero, zero), (cut(tokens_BL), cut(weights_BL)))
             return lax.psum(nll, self._axes), lax.psum(count, self._axes)
 
-        specs = (self._param_specs, self._base_specs, P(), P("dp"), P("dp"))
+        specs = (self._param_specs, self._states.base_specs, P(), P("dp"), P("dp"))
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P())
         return run(state.weights, state.base or {}, self._exponents(state), tokens, weights)
 
@@ -479,28 +320,6 @@ class Program:
     def _exponents(self, state: TrainState) -> dict[str, jax.Array]:
         calibrated = state.step >= self.config.compression.calibration_steps
         return {s: jnp.where(calibrated, scale.exponents, UNCALIBRATED) for s, scale in state.scales.items()}
-
-
-def summarise_stats(stats: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """`metrics["stats"]` of one step -> site/direction -> {"snr_db", "clipped", "flushed"}, over all layers.
-
-    Clipped and flushed are shares of all elements. Sites and directions that sent nothing compressed are left out.
-    """
-    out = {}
-    for site, measures in stats.items():
-        sums = np.asarray(measures, np.float64).reshape(-1, 2, len(STATS)).sum(0)
-        for direction, row in zip(("forward", "backward"), sums, strict=True):
-            values = dict(zip(STATS, row, strict=True))
-            if not values["count"]:
-                continue
-            with np.errstate(invalid="ignore"):  # of a step that is not finite
-                ratio = values["signal"] / values["noise"] if values["noise"] else np.inf
-            out[f"{site}/{direction}"] = {
-                "snr_db": float(10 * np.log10(ratio)) if ratio > 0 else float("nan"),
-                "clipped": float(values["clipped"] / values["count"]),
-                "flushed": float(values["flushed"] / values["count"]),
-            }
-    return out
 
 
 def build(config: TrainConfig, mesh: Mesh, codecs: Mapping[str, str] | None = None) -> Program:
@@ -531,23 +350,6 @@ def _attention(config: TrainConfig, mesh: Mesh) -> str:
 def _dp_sum(site: str, x):
     comm_log.exact(site, "backward", "psum", "dp", x)
     return lax.psum(x, "dp")
-
-
-def _over_devices(measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Local measures -> over all devices: one maximum (and one sum of the statistics) serves all sites."""
-    if not measures:
-        return {}
-    names, leaves = list(measures), [measures[s].reshape(-1, measures[s].shape[-1]) for s in measures]
-    flat = jnp.concatenate(leaves)
-    comm_log.exact("scales/amax", "backward", "pmax", AXES, flat[:, 0])
-    # A reduction may drop a NaN from a maximum, never an infinity; `update_scale_state` skips both.
-    columns = [lax.pmax(jnp.where(jnp.isnan(flat[:, :1]), jnp.inf, flat[:, :1]), AXES)]
-    if flat.shape[-1] > 1:
-        comm_log.exact("scales/stats", "backward", "psum", AXES, flat[:, 1:])
-        columns.append(lax.psum(flat[:, 1:], AXES))
-    flat = jnp.concatenate(columns, axis=-1)
-    ends = np.cumsum([len(leaf) for leaf in leaves])[:-1]
-    return {s: part.reshape(measures[s].shape) for s, part in zip(names, jnp.split(flat, ends), strict=True)}
 
 
 def _global_norm(grads) -> jax.Array:

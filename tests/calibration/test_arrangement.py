@@ -16,7 +16,7 @@ from taco_jax.compression import plan_file
 from taco_jax.config import ConfigError, TrainConfig, cli
 from taco_jax.inference.loading import load_params, open_checkpoint
 from taco_jax.models.arrangement import fold
-from taco_jax.train.step import check_plan
+from taco_jax.train.site_plan import check_plan
 
 CAP = 1.5  # so that some tokens reach it
 BYTES = dataclasses.replace(QWEN2, vocab_size=256, d_model=64, init_std=0.2, max_length=256)

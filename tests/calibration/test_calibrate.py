@@ -16,7 +16,7 @@ from taco_jax.config.checks import check
 from taco_jax.inference.settings import Settings
 from taco_jax.models.decoder import site_names
 from taco_jax.train import loop
-from taco_jax.train.step import resolve_plan
+from taco_jax.train.site_plan import resolve_plan
 
 BYTES = dataclasses.replace(QWEN2, vocab_size=256, init_std=0.2, max_length=256)
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 20

@@ -19,7 +19,8 @@ from taco_jax.compression.site_scales import SiteScales
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from taco_jax.tensor_parallel import column_dense, row_dense
 from taco_jax.train import links
-from taco_jax.train.step import build, resolve_plan
+from taco_jax.train.site_plan import resolve_plan
+from taco_jax.train.step import build
 
 ROWS, D, F = 64, 256, 512
 SPECS = (P(), P(None, "tp"), P("tp", None))

@@ -53,7 +53,7 @@ PROGRAMS = {
     "taco_jax.inference.serve": "ServeConfig",
     "taco_jax.inference.export": "ExportConfig",
     "taco_jax.dropin.command": "RunConfig",
-    "taco_jax.tune": "TuneConfig",
+    "taco_jax.tuning.settings": "TuneConfig",
 }
 
 

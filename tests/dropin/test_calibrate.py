@@ -1,14 +1,8 @@
-"""`taco_jax.calibrated` and `run --calibrate`: exact results, and what codecs would lose of the real values."""
+"""`taco_jax.calibrated`: exact results, and what codecs would lose of the real values."""
 
-import ctypes
 import functools
-import itertools
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 import threading
 
 import dropin_programs as programs
@@ -17,29 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dropin_programs import UNFUSED, check_equal, fresh, mesh, sharded
-from helpers import REPOSITORY, cpu_environment, run_python
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meetings import free_port
 
 import taco_jax
 from taco_jax.codec import CODECS, as_codec
 from taco_jax.compression import plan_file
-from taco_jax.dropin import DropInError, compat, host_calls, observer
-from taco_jax.dropin.allocation import Budget, Option, allocate
-from taco_jax.dropin.hook import _hooks
+from taco_jax.dropin import DropInError, host_calls, observer
 from taco_jax.dropin.mesh_axes import Place
 from taco_jax.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def nothing_stays_in_force():
-    yield
-    assert not (_hooks._used or _hooks._in_threads or _hooks._everywhere or host_calls._receivers)
-    assert compat.context().value is None
-
-
-# What is measured
+pytestmark = pytest.mark.usefixtures("nothing_stays_in_force")
 
 
 def collectives(ranks, wanted=None):
@@ -297,112 +279,6 @@ def test_rounded_blocks_are_what_a_message_says(name):
     np.testing.assert_array_equal(ours, theirs)
 
 
-# How numbers leave
-
-
-def test_what_a_receiver_raises_stays_inside():
-    problems = len(host_calls.problems())
-    found = []
-    ends = [host_calls.receive(lambda words: 1 / 0), host_calls.receive(found.append)]
-    f = jax.jit(lambda x: (host_calls.call(x.astype(jnp.uint32)), x + 1)[1])
-    try:
-        y = f(jnp.arange(5))
-        host_calls.wait()
-    finally:
-        for end in ends:
-            end()
-    assert y.tolist() == [1, 2, 3, 4, 5] and not found
-    assert host_calls.problems()[problems:] == ["ZeroDivisionError: division by zero"]
-    f(jnp.arange(3)).block_until_ready()
-    assert len(host_calls.problems()) == problems + 1
-
-
-class Driver:
-    """The functions of libcuda that are called, on memory of the host, with a thread for each stream's work."""
-
-    def __init__(self):
-        self.contexts, self.pinned, self.queue = [], [], []
-
-    def cuStreamGetCtx(self, stream, context):
-        context._obj.value = stream.value + 1
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context):
-        self.contexts.append(context.value)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context):
-        self.contexts.pop()
-        return 0
-
-    def cuMemHostAlloc(self, address, size, flags):
-        assert self.contexts == [78] and flags.value == 1
-        self.pinned.append(ctypes.create_string_buffer(size.value))
-        address._obj.value = ctypes.addressof(self.pinned[-1])
-        return 0
-
-    def cuMemcpyDtoHAsync_v2(self, to, source, size, stream):
-        assert stream.value == 77
-        self.queue.append(lambda: ctypes.memmove(to.value, source.value, size.value))
-        return 0
-
-    def cuLaunchHostFunc(self, stream, function, data):
-        self.queue.append(lambda: function(data))
-        return 0
-
-    def run(self):
-        """The stream gets to what it was given."""
-        queue, self.queue = self.queue, []
-        thread = threading.Thread(target=lambda: [work() for work in queue])
-        thread.start()
-        thread.join()
-
-
-def frame_of(words, get_stream):
-    """(a call's frame as XLA makes it for uint32 words, what must outlive it)."""
-    dims = (ctypes.c_int64 * 1)(len(words))
-    buffer = host_calls._Buffer(0, None, host_calls.UINT32, words.ctypes.data, 1, dims)
-    values = (ctypes.POINTER(host_calls._Buffer) * 1)(ctypes.pointer(buffer))
-    api = host_calls._Api()
-    api.functions[host_calls.STREAM_GET] = ctypes.cast(get_stream, ctypes.c_void_p).value
-    frame = host_calls._CallFrame(api=ctypes.pointer(api), context=5, stage=host_calls.EXECUTE)
-    frame.arguments.size, frame.arguments.values = 1, values
-    return frame, (dims, buffer, values, api)
-
-
-def test_words_come_from_a_gpu_once_its_stream_gets_there(monkeypatch):
-    """The values are not there yet when a call is launched; pinned memory is used again."""
-
-    @host_calls._STREAM_FUNCTION
-    def get_stream(arguments):
-        assert arguments.contents.context == 5
-        arguments.contents.stream = 77
-        return None
-
-    cuda = host_calls._Cuda.__new__(host_calls._Cuda)
-    monkeypatch.setattr(host_calls.ctypes, "CDLL", lambda name: Driver())
-    cuda.__init__()
-    monkeypatch.setattr(host_calls, "_cuda", lambda: cuda)
-    found, problems = [], len(host_calls.problems())
-    end = host_calls.receive(found.append)
-    try:
-        for value in (3, 4):
-            words = np.zeros(6, np.uint32)
-            frame, kept = frame_of(words, get_stream)
-            assert host_calls._on_cuda(ctypes.byref(frame)) is None
-            words[:] = value
-            assert len(found) == value - 3
-            cuda._driver.run()
-            assert found[-1].tolist() == 6 * [value] and kept
-        assert len(cuda._driver.pinned) == 1 and not cuda._driver.contexts and not cuda._waiting
-        assert len(host_calls.problems()) == problems
-        cuda._driver.cuMemcpyDtoHAsync_v2 = lambda *args: 700
-        assert host_calls._on_cuda(ctypes.byref(frame)) is None
-        assert host_calls.problems()[problems:] == ["RuntimeError: cuMemcpyDtoHAsync_v2: the CUDA driver returns 700"]
-    finally:
-        end()
-
-
 @pytest.mark.slow
 def test_several_threads(tmp_path):
     """Programs of several threads are measured, each as often as it ran, and give the exact results."""
@@ -427,57 +303,6 @@ def test_several_threads(tmp_path):
     for a, b in zip(exact, results):
         check_equal(a, b)
     assert sorted(row.calls for row in calibration.measured()) == [1, 2, 3]
-
-
-# The choice
-
-
-def every_choice(rows, bits):
-    """The least error of all choices that keep the average."""
-    total = sum(weight for weight, _ in rows)
-    fits = [
-        choice
-        for choice in itertools.product(*(options for _, options in rows))
-        if sum(w * o.bits for (w, _), o in zip(rows, choice)) <= bits * total
-    ]
-    return min(sum(w * o.error for (w, _), o in zip(rows, choice)) for choice in fits)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_choice_is_the_best_of_all(seed):
-    """Never above the average; and no worse than the best choice of a thousandth less, for sizes are rounded."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for _ in range(6):
-        bits = [4.125, 5.125, 6.125, 8.125, 32.0]
-        errors = [*sorted(10 ** random.uniform(-5, -1, 4), reverse=True), 0.0]
-        rows.append((random.uniform(0.5, 1.5), [Option(str(b), b, e) for b, e in zip(bits, errors)]))
-    total = sum(w for w, _ in rows)
-    for bits in (4.9, 5.5, 7.0, 12.0, 32.0):
-        chosen = allocate(Budget(bits), rows)
-        assert sum(w * o.bits for (w, _), o in zip(rows, chosen)) <= bits * total * (1 + 1e-6)
-        error = sum(w * o.error for (w, _), o in zip(rows, chosen))
-        assert every_choice(rows, bits) <= error * (1 + 1e-9) <= every_choice(rows, 0.999 * bits) * (1 + 1e-8)
-    assert all(o.error == 0 for o in allocate(Budget(32), rows))
-
-
-def test_a_step_that_goes_over_two_costs_both():
-    options = [Option("a", 4.0, 1.0), Option("b", 8.0, 0.5), Option("c", 9.0, 0.4)]
-    chosen = lambda bits: allocate(Budget(bits), [(1.0, options)])[0].codec
-    assert [chosen(bits) for bits in (4, 5.5, 8, 8.9, 9)] == ["a", "a", "b", "b", "c"]
-
-
-def test_what_a_budget_leaves_is_used():
-    """A codec that loses a little less for a few bits is taken where the next one is too large, though a mixture of
-    its neighbours would lose less."""
-    options = [Option("int4h", 4.125, 0.0245), Option("mxfp4", 4.25, 0.0229), Option("int5h", 5.125, 0.0054)]
-    assert [allocate(Budget(bits), [(1.0, options)])[0].codec for bits in (4.2, 5, 5.2)] == ["int4h", "mxfp4", "int5h"]
-
-
-def test_the_fewest_bits_that_reach_an_snr():
-    options = [Option("a", 4.0, 1e-2), Option("b", 4.5, 1e-1), Option("c", 6.0, 1e-3), Option("none", 16.0, 0.0)]
-    at = lambda snr: allocate(Budget(snr=snr), [(1.0, options)])[0].codec
-    assert [at(snr) for snr in (5, 20, 21, 30, 31)] == ["a", "a", "c", "c", "none"]
 
 
 @pytest.mark.parametrize(
@@ -505,141 +330,3 @@ def test_options_that_cannot_be(options, line, tmp_path):
         with taco_jax.calibrated(tmp_path / "plan.json", **options):
             raise AssertionError
     assert "\n" not in str(error.value)
-
-
-# The command
-
-
-PROGRAM = """
-import sys
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-random = lambda key, shape: jax.random.normal(jax.random.key(key), shape)
-put = lambda key, shape, *spec: jax.device_put(random(key, shape), NamedSharding(mesh, P(*spec)))
-x, w = put(0, (256, 1024), None, "tensor"), put(1, (1024, 512), "tensor")
-f = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P()))
-for _ in range(6):
-    y = f(x, w)
-print("sum", float(y.sum()).hex(), float((y * y).sum()).hex(), sys.argv[1:])
-if "fails" in sys.argv:
-    raise SystemExit(7)
-"""
-
-
-def test_a_script_is_measured(tmp_path, monkeypatch, capsys):
-    (tmp_path / "script.py").write_text(PROGRAM)
-    run = lambda *args, **options: run_python(args, devices=4, cwd=tmp_path, **options)
-    monkeypatch.setattr(sys, "argv", ["script.py", "a"])
-    exec(PROGRAM, {})  # what a process of its own prints too
-    exact = capsys.readouterr().out
-    command = (
-        "-m",
-        "taco_jax.run",
-        "--calibrate",
-        "plan.json",
-        "--snr",
-        "30",
-        "--axes",
-        "tensor",
-        "--calibrate-steps",
-        "2",
-    )
-    measured = run(*command, "--", "script.py", "a")
-    assert measured.stdout == exact
-    head, row, last = measured.stderr.splitlines()[-3:]
-    assert head.split()[:3] == ["elements", "calls", "share"] and head.endswith("operation, op_name")
-    assert row.split()[:4] == ["131,072", "6", "100.0%", "int8h"] and "all_reduce jit(matmul)/" in row
-    assert "(budget: 30 dB)" in last and last.endswith("4 of 4 devices measured")
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["made"]["command"].startswith("python -m taco_jax.run --calibrate plan.json --snr 30")
-    assert [(line["axis"], line["codec"]) for line in plan["collectives"]] == [("tensor", "int8h")]
-
-
-@pytest.mark.slow
-def test_a_program_from_the_persistent_cache_is_measured(tmp_path):
-    (tmp_path / "script.py").write_text(PROGRAM)
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_LOG_COMPILES": "1",
-    }  # fmt: skip
-    run = lambda *args: run_python([*args, "script.py"], devices=4, cwd=tmp_path, env=environment)
-    command = ("-m", "taco_jax.run", "--calibrate", "plan.json", "--")
-    exact, first, second = run(), run(*command), run(*command)
-    assert exact.stdout == first.stdout == second.stdout
-    hit = "Persistent compilation cache hit for 'jit_matmul'"
-    assert [hit in result.stderr for result in (exact, first, second)] == [False, False, True]
-    assert first.stderr.splitlines()[-2:] == second.stderr.splitlines()[-2:]
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path, capsys):
-    """Each measures its own devices; the file is the first's. A plan says the same in both."""
-    import calibrate_process
-
-    port, path = free_port(), tmp_path / "plan.json"
-    support = REPOSITORY / "tests" / "support"
-    environment = os.environ | cpu_environment(devices=4)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, support)))
-    command = lambda n: [sys.executable, support / "calibrate_process.py", *map(str, (port, n, 2, path))]
-    running = [
-        subprocess.Popen(command(n), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for n in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    found = [json.loads(out.partition("JSON ")[2]) for out, _ in outputs if "JSON " in out]
-    assert len(found) == 2, outputs
-    assert "on 4 of 8 devices" in plan_file.read(path).made["data"]
-    calibrate_process.main(0, 0, 1, str(tmp_path / "alone.json"))
-    alone = json.loads(capsys.readouterr().out.partition("JSON ")[2])
-    for each in found:
-        assert [row[:4] for row in each["rows"]] == [row[:4] for row in alone["rows"]]
-        np.testing.assert_allclose(each["figures"], alone["figures"], rtol=0.3)
-        assert each["codecs"] == found[0]["codecs"]
-
-
-@pytest.mark.slow
-def test_a_program_that_fails_or_has_no_collectives(tmp_path):
-    (tmp_path / "script.py").write_text(PROGRAM)
-    (tmp_path / "alone.py").write_text("import jax; print(jax.jit(lambda x: x + 1)(1))")
-    run = lambda *args, **options: run_python(
-        ["-m", "taco_jax.run", "--calibrate", "plan.json", *args], devices=4, cwd=tmp_path, **options
-    )
-    assert "(budget: 4.5 bits)" in run("--", "script.py", "fails", check=7).stderr
-    command = ["-m", "taco_jax.run", "--compress", "plan.json", "--require", "1", "--", "script.py"]
-    assert "int4h    tensor" in run_python(command, devices=4, cwd=tmp_path).stderr
-    last = run("--", "alone.py", check=1).stderr.splitlines()[-1]
-    assert last.startswith("error: nothing was measured: no program with collectives was compiled")
-    last = run("--axes", "tensr", "--", "script.py", check=1).stderr.splitlines()[-1]
-    assert last == "error: nothing was measured: its axis or operation is not measured; the axes are tensor"
-
-
-@pytest.mark.parametrize(
-    "args,line",
-    [
-        (["--calibrate", "plan.json", "--compress", "a=int8h"], "compress: with --calibrate the program runs exactly"),
-        (["--calibrate", "plan.json", "--require", "0.5"], "require: with --calibrate the program runs exactly; leave"),
-        (["--calibrate", "plan.txt"], "calibrate=plan.txt: must be the path of a plan file, such as plan.json"),
-        (["--calibrate", "no/such/plan.json"], "calibrate=no/such/plan.json: must be a file in a folder that exists"),
-        (["--calibrate", "plan.json", "--bits", "3"], "bits=3: the codecs that are tried need 4.125 at least (int4h)"),
-        (["--calibrate", "plan.json", "--axes", "a,b/c"], "axes: 'b/c': 'c' is no operation; "),
-        (
-            ["--bits", "5", "--compress", "a=int8h"],
-            "bits: is an option of --calibrate plan.json, which measures",
-        ),
-        (["--calibrate-steps", "5", "--compress", "a=int8h"], "calibrate-steps: is an option of --calibrate plan.json"),
-    ],
-)
-def test_wrong_arguments_are_one_line_and_exit_code_2(args, line, tmp_path, monkeypatch, capsys):
-    from taco_jax.dropin.command import run
-
-    (tmp_path / "script.py").write_text("raise AssertionError")
-    monkeypatch.chdir(tmp_path)
-    assert run([*args, "--", "script.py"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {line}") and error.count("\n") == 1

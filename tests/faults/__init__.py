@@ -1,13 +1,33 @@
 """The seeded faults that `tests/mutants.py` applies: one table for each part of the project."""
 
-from faults import calibration, codec, collectives, dropin, forecast, inference, kernels, models, training
+from faults import (
+    calibration,
+    codec,
+    collectives,
+    data,
+    dropin,
+    forecast,
+    inference,
+    kernels,
+    models,
+    pipeline,
+    runs,
+    training,
+)
 from faults.mutant import Mutant
 
 KINDS = {
     "codec": codec.MUTANTS,
     "collectives": (*collectives.MUTANTS, *dropin.MUTANTS),
     "models": models.MUTANTS,
-    "training": (*training.MUTANTS, *forecast.MUTANTS, *calibration.MUTANTS),
+    "training": (
+        *training.MUTANTS,
+        *pipeline.MUTANTS,
+        *data.MUTANTS,
+        *runs.MUTANTS,
+        *forecast.MUTANTS,
+        *calibration.MUTANTS,
+    ),
     "inference": inference.MUTANTS,
     "kernels": kernels.MUTANTS,
 }

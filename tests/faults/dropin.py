@@ -187,7 +187,7 @@ MUTANTS = (
         "taco_jax/dropin/allocation.py",
         "cost=weight * o.error",
         "cost=o.error",
-        ("tests/dropin/test_calibrate.py -k best_of_all",),
+        ("tests/dropin/test_allocation.py",),
     ),
     Mutant(
         "host-call-early",
@@ -195,6 +195,6 @@ MUTANTS = (
         "taco_jax/dropin/host_calls.py",
         'self._call("cuLaunchHostFunc", on, _on_copied, ctypes.c_void_p(ticket))',
         "self.copied(ticket)",
-        ("tests/dropin/test_calibrate.py -k gets_there",),
+        ("tests/dropin/test_host_calls.py -k gets_there",),
     ),
 )

@@ -12,7 +12,8 @@ from model_helpers import CONFIGS, GPT2, QWEN2, Run, assert_gradients_close
 
 from taco_jax.config import CompressionConfig, DataConfig, MeshConfig, TrainConfig
 from taco_jax.models.overlap import chain_count
-from taco_jax.train.step import build, summarise_stats
+from taco_jax.train.site_stats import summarise_stats
+from taco_jax.train.step import build
 
 BATCH = 8
 # Two ranks exchange: every value is quantised in one block, whichever message it travels in. Blocks of 128 do not

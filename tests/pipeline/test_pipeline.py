@@ -11,7 +11,7 @@ from pipeline_programs import COMPRESSED, EXACT, batch, gradients, on, program, 
 
 from taco_jax.codec import CODECS
 from taco_jax.config import pipeline_schedule as schedule_of
-from taco_jax.train.step import summarise_stats
+from taco_jax.train.site_stats import summarise_stats
 
 SCHEDULES = ("gpipe", "circular", "1f1b")
 MODELS = {name: dataclasses.replace(EXACT, model=dataclasses.replace(c, n_layers=8)) for name, c in CONFIGS.items()}

@@ -24,7 +24,8 @@ from taco_jax.mesh import make_mesh
 from taco_jax.train import dry_run
 from taco_jax.train.loop import train
 from taco_jax.train.metrics import read_records
-from taco_jax.train.step import build, resolve_plan
+from taco_jax.train.site_plan import resolve_plan
+from taco_jax.train.step import build
 
 MODEL = ModelConfig(d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, tied_head=True)
 WHOLE = {"mesh": MeshConfig()}

@@ -106,6 +106,8 @@ SHORT = {
         "serve.py": ENTRY,
         "tensor_parallel.py": FACADE,
         "train/__main__.py": ENTRY,
+        "train/site_stats.py": CONCEPT,
+        "tune.py": ENTRY,
     },
     "pallas_kernels": {
         "matmul_all_reduce/support.py": "answers without a GPU, as every package's support.py",

@@ -12,7 +12,7 @@ from taco_jax.config import CheckpointConfig, TrainConfig, to_dict
 from taco_jax.models.config import ModelConfig
 from taco_jax.nn.vocab_parallel import pad_vocab
 from taco_jax.train.checkpoint import Checkpoints
-from taco_jax.train.step import TrainState
+from taco_jax.train.state import TrainState
 
 
 def save_run(folder: Path, config: ModelConfig, *, dp=1, tp=1, steps=(3,), data=None, files=None, params=None) -> Path:

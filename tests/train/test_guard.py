@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reference_codec import Reference, snr_db
 
-from taco_jax.codec import CODECS, as_codec, tah
+from taco_jax.codec import CODECS, STATS, as_codec, tah
 from taco_jax.config import CompressionConfig, ConfigError
 from taco_jax.train.guard import (
     CLIPPED,
@@ -24,7 +24,7 @@ from taco_jax.train.guard import (
     ladder,
     text_of,
 )
-from taco_jax.train.step import STATS, summarise_stats
+from taco_jax.train.site_stats import summarise_stats
 
 WAY, OTHER = "layers/mlp/down/forward", "head/backward"
 

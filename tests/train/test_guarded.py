@@ -34,7 +34,7 @@ from taco_jax.config.checks import check
 from taco_jax.mesh import make_mesh
 from taco_jax.models import decoder
 from taco_jax.models.config import ModelConfig
-from taco_jax.train import guarded, loop, step
+from taco_jax.train import guarded, loop, site_plan, site_stats, step
 from taco_jax.train.guard import FORMER_EVERY, Event, Measured, ladder, text_of
 from taco_jax.train.guarded import GuardedPrograms, mode_and_bounds
 from taco_jax.train.metrics import read_records
@@ -164,10 +164,10 @@ def test_a_plan_file_brings_bounds_and_warnings(tmp_path):
 
 def test_a_direction_in_another_codec_leaves_the_other_one():
     plan = {SITE: Compression("int4h", backward="int8h", between_hosts="int4h", chunks=3), "head": None}
-    assert step.in_other_codecs(plan, {}) == plan
-    moved = step.in_other_codecs(plan, {f"{SITE}/backward": "none"})
+    assert site_plan.in_other_codecs(plan, {}) == plan
+    moved = site_plan.in_other_codecs(plan, {f"{SITE}/backward": "none"})
     assert moved == {SITE: Compression("int4h", backward="none", chunks=3), "head": None}
-    assert step.in_other_codecs(plan, {f"{SITE}/backward": "none", f"{SITE}/forward": "none"})[SITE] is None
+    assert site_plan.in_other_codecs(plan, {f"{SITE}/backward": "none", f"{SITE}/forward": "none"})[SITE] is None
 
 
 def test_a_site_that_changes_its_codec_starts_uncalibrated():
@@ -260,9 +260,9 @@ def test_programs_of_moved_codecs(name):
     tokens = np.random.default_rng(0).integers(0, 256, (8, 33)).astype(np.int32)
     batch = {"tokens": jax.device_put(tokens, program.batch_sharding)}
     state, _ = program.step(program.init(jax.random.key(0)), batch)
-    apart = step.summarise_stats(jax.device_get(program.measure(state, batch)))
+    apart = site_stats.summarise_stats(jax.device_get(program.measure(state, batch)))
     state, metrics = program.step_with_stats(state, batch)
-    within, loss = step.summarise_stats(jax.device_get(metrics["stats"])), float(metrics["loss"])
+    within, loss = site_stats.summarise_stats(jax.device_get(metrics["stats"])), float(metrics["loss"])
     assert apart.keys() == within.keys() == set(ways)
     for way in ways:
         assert apart[way]["snr_db"] == pytest.approx(within[way]["snr_db"], abs=0.01), way
@@ -279,7 +279,7 @@ def test_programs_of_moved_codecs(name):
     state, _ = made.program.step(state, batch)
     state, metrics = made.program.step_with_stats(state, batch)
     stats = jax.device_get(metrics["stats"])
-    better, rows = step.summarise_stats(stats), made.program.table.rows()
+    better, rows = site_stats.summarise_stats(stats), made.program.table.rows()
     assert abs(float(metrics["loss"]) - loss) < 0.1 and float(metrics["skipped"]) == 0
     assert better.keys() == {way for way, known in ways.items() if known.codec != "none"}
     codecs = {f"{row.site}/{row.direction}": row.codec for row in rows if row.kind == "activation"}

@@ -21,7 +21,9 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.mesh import make_mesh
-from taco_jax.train.step import build, resolve_plan, summarise_stats
+from taco_jax.train.site_plan import resolve_plan
+from taco_jax.train.site_stats import summarise_stats
+from taco_jax.train.step import build
 
 MODEL = ModelConfig(
     vocab_size=300, d_model=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_mlp=128, qkv_bias=True, max_length=64

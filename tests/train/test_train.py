@@ -32,7 +32,7 @@ from taco_jax.config import (
     cli,
 )
 from taco_jax.config.checks import check
-from taco_jax.train import loop
+from taco_jax.train import run_lines
 from taco_jax.train.checkpoint import Checkpoints
 from taco_jax.train.log_file import log_to, say
 from taco_jax.train.loop import Run, TrainingError, main, train
@@ -240,7 +240,7 @@ def test_a_new_run_names_what_is_recommended(tmp_path, monkeypatch, capsys):
     content = {use: row | {"forward": "int6h", "backward": "int6h"} for use, row in recommended.load().items()}
     monkeypatch.setattr(recommended, "load", lambda: content)
     # So says a machine with another link, where the run has chains by itself.
-    monkeypatch.setattr(loop, "chains", lambda config, device=None: (2, "a slow link"))
+    monkeypatch.setattr(run_lines, "chains", lambda config, device=None: (2, "a slow link"))
     train(dataclasses.replace(config, stop_after=2))
     said = capsys.readouterr().out
     assert said.count("\nchains: 2 (a slow link)\n") == 1 == said.count("\nchains: ")

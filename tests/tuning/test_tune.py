@@ -7,11 +7,13 @@ import sys
 import pytest
 from helpers import make_mesh
 
-from taco_jax import Compression, tune
+from taco_jax import Compression
 from taco_jax.compression import tuned
 from taco_jax.compression.timings import OPERATIONS, Row, Time, Way
 from taco_jax.config import ConfigError, cli
-from taco_jax.tune import Point, TuneConfig, check, crossover, winners
+from taco_jax.tuning import command, layer, measure, report
+from taco_jax.tuning.result import Point, crossover, rows, winners
+from taco_jax.tuning.settings import TuneConfig, check
 
 SMALL = ("--codecs", "taco", "--smallest", "4096", "--largest", "20000", "--smallest-chunk", "8192",
          "--repeats", "2", "--ranks", "4", "--operations", "psum")  # fmt: skip
@@ -19,7 +21,7 @@ SMALL = ("--codecs", "taco", "--smallest", "4096", "--largest", "20000", "--smal
 
 def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
     file = tmp_path / "new" / "tuned.json"
-    assert cli.run(tune.main, [*SMALL, "--exchanges", "ring", "--output", str(file)]) == 0
+    assert cli.run(command.main, [*SMALL, "--exchanges", "ring", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     for text in (
         "cpu, 4 ranks, nvlink or pcie p2p; psum of bfloat16",
@@ -37,11 +39,11 @@ def test_it_measures_prints_and_writes(tmp_path, capsys, monkeypatch):
         assert [row[0] for row in value.sums] == [4096, 16384]
         assert {row[2] for row in value.sums} <= {"one_shot", "two_shot"}
         assert list(value.times) == ["psum"]
-        for rows in value.times.values():
-            assert [row.bytes for row in rows] == [4096, 16384]
-            assert all(row.exact.us > 0 and row.free.us > 0 and row.ways for row in rows)
-            assert all(way.link == "nccl" and way.exchange in ("all_to_all", "ring") for way in rows[0].ways)
-            assert {way.algorithm for way in rows[0].ways} == {"one_shot", "two_shot"}
+        for timed in value.times.values():
+            assert [row.bytes for row in timed] == [4096, 16384]
+            assert all(row.exact.us > 0 and row.free.us > 0 and row.ways for row in timed)
+            assert all(way.link == "nccl" and way.exchange in ("all_to_all", "ring") for way in timed[0].ways)
+            assert {way.algorithm for way in timed[0].ways} == {"one_shot", "two_shot"}
     assert "taco psum, nccl one_shot: " in out and "taco psum, nccl two_shot ring: " in out and "; sums: " in out
     # Layers read it where the variable names it.
     monkeypatch.setenv("TACO_JAX_TUNED", str(file))
@@ -55,7 +57,7 @@ def point(nbytes, seconds, exact, way="two_shot", **fields):
 @pytest.fixture
 def quick(monkeypatch):
     """Nothing is compiled before it is timed, and only sums are."""
-    monkeypatch.setattr(tune, "_prepare", lambda *args: None)
+    monkeypatch.setattr(measure, "_prepare", lambda *args: None)
     return ["--operations", "psum"]
 
 
@@ -66,10 +68,10 @@ def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, m
             raise error
         return [point(nbytes, 1.0 if codec == "mxfp4" or nbytes > 4096 else 3.0, 2.0)]
 
-    monkeypatch.setattr(tune, "_points", points)
+    monkeypatch.setattr(measure, "_points", points)
     file = tmp_path / "tuned.json"
     arguments = ["--smallest", "4096", "--largest", "65536", "--output", str(file), *quick]
-    assert cli.run(tune.main, [*arguments, "--codecs", "taco", "mxfp4"]) == 1
+    assert cli.run(command.main, [*arguments, "--codecs", "taco", "mxfp4"]) == 1
     out, err = capsys.readouterr()
     reason = "interrupted at 16 KiB, mxfp4"
     if not isinstance(error, KeyboardInterrupt):
@@ -86,10 +88,10 @@ def test_what_was_measured_before_an_error_is_written(error, tmp_path, capsys, m
     times = {"psum": (row(4096, 3.0), row(16384, 1.0))}
     assert found["taco"] == tuned.Tuned(16384, ((4096, 1, "ring"), (16384, 1, "ring")), sums, times)
     # At 4 KiB taco does not pay. That says nothing of larger messages: what the file has of it stays.
-    assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "taco"]) == 1
+    assert cli.run(command.main, [*arguments, "--codecs", "mxfp4", "taco"]) == 1
     assert capsys.readouterr().err == f"error: {reason}; the sizes before it are written for mxfp4\n"
     assert list(tuned.read(file).values()) == [found]
-    assert cli.run(tune.main, [*arguments, "--codecs", "mxfp4", "--smallest", "16384"]) == 1
+    assert cli.run(command.main, [*arguments, "--codecs", "mxfp4", "--smallest", "16384"]) == 1
     assert capsys.readouterr().err == f"error: {reason}; nothing is written\n"
     assert list(tuned.read(file).values()) == [found]
 
@@ -98,25 +100,25 @@ def test_other_operations_join_what_the_file_has(tmp_path, capsys, monkeypatch, 
     points = lambda config, mesh, operation, codec, nbytes, algorithms: [
         point(nbytes, 1.0, 2.0, "two_shot" if operation == "psum" else "auto", operation=operation)
     ]
-    monkeypatch.setattr(tune, "_points", points)
+    monkeypatch.setattr(measure, "_points", points)
     arguments = ["--smallest", "4096", "--largest", "4096", "--codecs", "taco", "--output", str(tmp_path / "t.json")]
-    assert cli.run(tune.main, [*arguments, "--operations", "ppermute"]) == 2
+    assert cli.run(command.main, [*arguments, "--operations", "ppermute"]) == 2
     assert "has no sums of taco that they could join; name psum too" in capsys.readouterr().err
-    assert cli.run(tune.main, [*arguments, *quick]) == 0
+    assert cli.run(command.main, [*arguments, *quick]) == 0
     (before,) = tuned.read(tmp_path / "t.json").values()
-    assert cli.run(tune.main, [*arguments, "--operations", "ppermute", "all_gather"]) == 0
+    assert cli.run(command.main, [*arguments, "--operations", "ppermute", "all_gather"]) == 0
     (found,) = tuned.read(tmp_path / "t.json").values()
     assert list(found["taco"].times) == ["psum", "ppermute", "all_gather"]
     assert found["taco"].times["psum"] == before["taco"].times["psum"] and found["taco"].best == before["taco"].best
 
 
 def test_what_was_measured_is_written_though_nobody_reads_it(tmp_path, capsys, monkeypatch, quick):
-    monkeypatch.setattr(tune, "_points", lambda *args, algorithms: [point(4096, 1.0, 2.0)])
+    monkeypatch.setattr(measure, "_points", lambda *args, algorithms: [point(4096, 1.0, 2.0)])
     file = tmp_path / "tuned.json"
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         arguments = ["--smallest", "4096", "--largest", "4096", "--codecs", "taco", "--output", str(file)]
-        assert cli.run(tune.main, [*arguments, *quick]) == 0
+        assert cli.run(command.main, [*arguments, *quick]) == 0
     assert capsys.readouterr().err == "standard output: No space left on device; it goes on without\n"
     assert len(tuned.read(file)) == 1
 
@@ -130,8 +132,8 @@ def test_the_ways_that_are_tried(monkeypatch):
         return [Point(nbytes, w, seconds.get(w, 3.0), 2.5, operation=operation) for w in ways]
 
     two, one = lambda *way: Way("nccl", "two_shot", *way), lambda chunks: Way("nccl", "one_shot", chunks)
-    monkeypatch.setattr(tune, "_time", time)
-    points = lambda operation="psum", algorithms=("one_shot", "two_shot"), **fields: tune._points(
+    monkeypatch.setattr(measure, "_time", time)
+    points = lambda operation="psum", algorithms=("one_shot", "two_shot"), **fields: measure._points(
         TuneConfig(**{"smallest_chunk": 1024} | fields), mesh, operation, "taco", 4096, algorithms=algorithms
     )
     found = points()
@@ -153,7 +155,7 @@ def test_the_ways_that_are_tried(monkeypatch):
         points(operation)
         assert tried == ways
     # One kernel over NVLink has neither chunks nor an exchange.
-    monkeypatch.setattr(tune, "_in_one_kernel", lambda *args: True)
+    monkeypatch.setattr(measure, "_in_one_kernel", lambda *args: True)
     tried.clear()
     points(smallest_chunk=4096)
     assert tried == [[Way("nvlink", "one_shot"), Way("nvlink", "two_shot"), *first]]
@@ -169,7 +171,7 @@ def test_whether_it_is_one_kernel_is_asked_more_than_once(monkeypatch):
     records = iter([{("taco", "all_reduce"): [("nvlink", "a test")]}])
     monkeypatch.setattr(dispatch, "record", lambda: contextlib.nullcontext(next(records, {})))
     config, mesh = TuneConfig(smallest=4096), make_mesh(tp=4)
-    ways = lambda: tune._first_ways(config, mesh, "psum", "taco", 4096, algorithms=("one_shot",))
+    ways = lambda: measure._first_ways(config, mesh, "psum", "taco", 4096, algorithms=("one_shot",))
     first = ways()
     assert first == ways() and Way("nvlink", "one_shot") in first
 
@@ -183,10 +185,10 @@ def test_one_shot_beside_two_shot(monkeypatch, tmp_path, capsys, quick):
         found = {"one_shot": point(nbytes, nbytes / 4096, 5.0, "one_shot"), "two_shot": point(nbytes, 3.0, 5.0)}
         return [found[algorithm] for algorithm in algorithms]
 
-    monkeypatch.setattr(tune, "_points", points)
+    monkeypatch.setattr(measure, "_points", points)
     file = tmp_path / "tuned.json"
     arguments = ["--codecs", "taco", "--smallest", "4096", "--largest", str(1 << 20), "--output", str(file), *quick]
-    assert cli.run(tune.main, arguments) == 0
+    assert cli.run(command.main, arguments) == 0
     both, two = ("one_shot", "two_shot"), ("two_shot",)
     assert asked == [(4, both), (16, both), (64, both), (256, two), (1024, two)]
     (found,) = tuned.read(file).values()
@@ -201,7 +203,7 @@ def test_one_shot_beside_two_shot(monkeypatch, tmp_path, capsys, quick):
 
 def test_times_of_two_calls_are_brought_to_one_exact_layer():
     spreads = (0.1, 0.2, 0.3)
-    (row,) = tune.rows([point(8, 3.0, 4.0, free_seconds=1.0, spreads=spreads), point(8, 3.0, 6.0, "one_shot")])
+    (row,) = rows([point(8, 3.0, 4.0, free_seconds=1.0, spreads=spreads), point(8, 3.0, 6.0, "one_shot")])
     assert (row.free, row.exact) == (Time(1e6, 3e5), Time(4e6, 2e5))
     assert row.ways == {Way("nccl", "two_shot", 1, "ring"): Time(3e6, 1e5), Way("nccl", "one_shot"): Time(2e6, 0.0)}
 
@@ -212,7 +214,7 @@ def test_times_of_two_calls_are_brought_to_one_exact_layer():
 )
 def test_the_crossover(faster, expected):
     points = [point(4**i, 1.0 if f == "y" else 3.0, 2.0) for i, f in enumerate(faster)]
-    assert crossover(tune.rows(points)) == expected
+    assert crossover(rows(points)) == expected
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -222,26 +224,26 @@ def test_a_layer_keeps_its_values_and_the_codec_comes_near(operation):
 
     mesh = make_mesh(tp=2)
     config, nbytes = TuneConfig(dtype="float16"), 4096
-    arguments = tune._tensors(config, mesh, nbytes)
-    run = lambda how: np.float64(tune._program(mesh, 2, operation, how)(*arguments))
+    arguments = layer.tensors(config, mesh, nbytes)
+    run = lambda how: np.float64(layer.program(mesh, 2, operation, how)(*arguments))
     exact = run(None)
     assert np.isfinite(exact).all() and np.abs(exact).max() > 0.1
     assert np.linalg.norm(run(Compression("int8h", min_bytes=0)) - exact) < 0.05 * np.linalg.norm(exact)
     if operation == "psum":
-        assert np.linalg.norm(run(tune.FREE) - exact) > 0.1 * np.linalg.norm(exact)
+        assert np.linalg.norm(run(layer.FREE) - exact) > 0.1 * np.linalg.norm(exact)
 
 
 def test_the_layer_of_a_message():
-    assert tune.layer_shape(1 << 21, 2) == (512, 1024, 4096)
-    assert tune.layer_shape(1 << 15, 4) == (8, 1024, 4096)
+    assert layer.shape_of(1 << 21, 2) == (512, 1024, 4096)
+    assert layer.shape_of(1 << 15, 4) == (8, 1024, 4096)
     for elements, ranks in ((6144, 4), (2048, 8), (8, 8), (7, 2), (1, 2), (3 << 20, 3)):
-        tokens, inner, width = tune.layer_shape(elements, ranks)
+        tokens, inner, width = layer.shape_of(elements, ranks)
         assert tokens % ranks == 0 < tokens and width % inner == 0
         assert tokens * width == max(ranks, elements // ranks * ranks)
     # Three ranks divide no power of two: the layer is as wide all the same, and a little smaller.
-    assert tune.layer_shape(1 << 21, 3) == (510, 1024, 4096)
+    assert layer.shape_of(1 << 21, 3) == (510, 1024, 4096)
     for size in range(15, 28):
-        tokens, _, width = tune.layer_shape(1 << size, 6)
+        tokens, _, width = layer.shape_of(1 << size, 6)
         assert tokens % 6 == 0 and width >= 64 and 31 / 32 <= tokens * width / (1 << size) <= 1
 
 
@@ -255,11 +257,11 @@ def test_what_is_named_twice_is_measured_once_and_sums_first(monkeypatch, tmp_pa
             raise MemoryError
         return [point(nbytes, 2.0, 3.0)]
 
-    monkeypatch.setattr(tune, "_points", points)
-    monkeypatch.setattr(tune, "_prepare", lambda *args: None)
+    monkeypatch.setattr(measure, "_points", points)
+    monkeypatch.setattr(measure, "_prepare", lambda *args: None)
     file = tmp_path / "tuned.json"
     arguments = ["--codecs", "taco", "taco", "--smallest", "4096", "--largest", "4096", "--output", str(file)]
-    assert cli.run(tune.main, [*arguments, "--operations", "all_gather", "psum", "psum"]) == 1
+    assert cli.run(command.main, [*arguments, "--operations", "all_gather", "psum", "psum"]) == 1
     assert asked == [("psum", "taco"), ("all_gather", "taco")]
     (found,) = tuned.read(file).values()
     assert list(found["taco"].times) == ["psum"] and found["taco"].min_bytes == 4096
@@ -273,13 +275,13 @@ def test_what_is_named_twice_is_measured_once_and_sums_first(monkeypatch, tmp_pa
 )  # fmt: skip
 def test_the_last_lines_say_where_it_pays(faster, text):
     points = [point(4096 * 4**i, 1.0 if f == "y" else 3.0, 2.0) for i, f in enumerate(faster)]
-    assert tune._pays(tune.rows(points)) == text
+    assert report.pays(rows(points)) == text
 
 
 def test_sizes():
     assert TuneConfig().sizes == [4**i << 16 for i in range(7)]  # 64 KiB to 256 MiB
     assert TuneConfig(factor=2, largest=1 << 18).sizes == [1 << 16, 1 << 17, 1 << 18]
-    assert [tune.size_name(n) for n in (1 << 16, 1 << 28, 100)] == ["64 KiB", "256 MiB", "100 bytes"]
+    assert [report.size_name(n) for n in (1 << 16, 1 << 28, 100)] == ["64 KiB", "256 MiB", "100 bytes"]
     assert check(TuneConfig()) == TuneConfig()
 
 
@@ -308,7 +310,7 @@ def test_sizes():
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, tmp_path):
-    assert cli.run(tune.main, [*args, "--output", str(tmp_path / "tuned.json")]) == 2
+    assert cli.run(command.main, [*args, "--output", str(tmp_path / "tuned.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
     assert not list(tmp_path.iterdir())
@@ -317,22 +319,22 @@ def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, tmp_path):
 def test_one_device_is_too_few(monkeypatch, capsys, tmp_path):
     devices = cli.devices
     monkeypatch.setattr(cli, "devices", lambda name: devices(name)[:1])
-    assert cli.run(tune.main, ["--output", str(tmp_path / "tuned.json")]) == 2
+    assert cli.run(command.main, ["--output", str(tmp_path / "tuned.json")]) == 2
     assert "error: tune needs at least 2 devices, there is 1 (cpu); to try it" in capsys.readouterr().err
 
 
 def test_a_bad_file_is_found_before_anything_is_measured(tmp_path, capsys):
     file = tmp_path / "tuned.json"
     file.write_text(json.dumps({"a": {"taco": {}}}))
-    assert cli.run(tune.main, ["--output", str(file)]) == 2
+    assert cli.run(command.main, ["--output", str(file)]) == 2
     assert f"{file}: 'a': taco.best=null: must have exactly the keys" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("output,message", [(".", "is a folder; name a file in it"), ("file/tuned.json", "cannot be ")])
 def test_the_output_is_checked_before_anything_is_measured(output, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tune, "_points", lambda *_, **options: pytest.fail("it measured"))
+    monkeypatch.setattr(measure, "_points", lambda *_, **options: pytest.fail("it measured"))
     (tmp_path / "file").write_text("kept")
-    assert cli.run(tune.main, ["--output", str(tmp_path / output)]) == 2
+    assert cli.run(command.main, ["--output", str(tmp_path / output)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and (tmp_path / "file").read_text() == "kept"
 
@@ -362,4 +364,4 @@ def test_several_processes_are_refused(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="in one process"):
-        tune.tune(TuneConfig())
+        command.tune(TuneConfig())
