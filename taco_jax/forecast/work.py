@@ -175,12 +175,13 @@ TURNED = 8
 
 
 def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward", *, remat: str = "inference",
-                  fused_attention: bool = True, size: int = 2, sp: int = 1,
-                  sums: bool = True) -> list[Work]:  # fmt: skip
+                  fused_attention: bool = True, size: int = 2, sp: int = 1, sums: bool = True,
+                  before: int = 0) -> list[Work]:  # fmt: skip
     """One layer's forward pass; stage="again": its recomputation.
 
     remat: what it keeps, none, dots or full, or inference. size: bytes of a value. sp: ranks over which the residual
-    stream is cut. sums: its two last products are computed (a recomputation has their sums).
+    stream is cut. sums: its two last products are computed (a recomputation has their sums). before: tokens of the same
+    sequences in chains before this one.
     """
     t = sequences * length
     kept = remat == "none" and stage == "forward"
@@ -196,11 +197,17 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
     passes = passes.plus(Passes(0, 0, mlp - gelu))
     product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
     work = [
-        product(QKV, s.q + 2 * s.kv, s.d), *attention(s, sequences, length, stage, fused=fused_attention),
+        product(QKV, s.q + 2 * s.kv, s.d), *attention(s, sequences, before + length, stage, fused=fused_attention),
         product(UP, s.up, s.d), *_moved(s, t, passes, stage, size=size, sp=sp),
     ]  # fmt: skip
     if gelu:
         work.append(Work(UP, stage, "gelu", bytes=gelu * size * t * s.f, values=float(t) * s.f, kernels=0.0))
+    if before:
+        # Zeros stand for the queries before, whose rows are dropped; keys and values are joined.
+        whole = before + length
+        moved = sequences * (length * 4 * s.q + whole * 2 * 2 * s.kv)
+        work.append(Work(QKV, stage, "zeros", bytes=size * sequences * whole * s.q))
+        work.append(Work(QKV, stage, "memory", bytes=size * moved, kernels=4))
     if s.model.qk_norm:
         work.append(Work(QKV, stage, "memory", bytes=2 * size * t * (s.q + s.kv), kernels=2))
     return work + ([product(OUT, s.d, s.q), product(DOWN, s.d, s.f)] if sums else [])
@@ -265,14 +272,15 @@ def _summed(s: Shard, tokens: int, size: int, sp: int) -> list[Work]:
     ]  # fmt: skip
 
 
-def layer_weights(s: Shard, remat: str, size: int = 2) -> list[Work]:
-    """Casts of a layer's float32 weights, joined by that, and its gradients put where all layers' are."""
+def layer_weights(s: Shard, remat: str, size: int = 2, chains: int = 1) -> list[Work]:
+    """Casts of a layer's float32 weights, joined by that, and its gradients, all chains' in one, put where all layers'
+    are."""
     cast = (F32 + size) * s.layer_weights
     # In the backward pass again, or the cast weights of all layers are kept: joined ones by a copy, others by a cast.
     kept = cast + 2 * size * s.layer_weights + (2 * size - F32 - size) * s.joined_weights
     moved = cast + (kept if remat == "none" else cast)
     # A product's values are read and written once more, into zeros; joined kernels' are cut apart by that.
-    placed = (size + F32) * s.layer_weights
+    placed = (chains * size + F32) * s.layer_weights
     # Casts for the mlp need nothing of the attention.
     early = (F32 + size) * (s.d * s.up + s.f * s.d)
     return [
