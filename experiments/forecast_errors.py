@@ -111,6 +111,9 @@ def steps(what: str, config: TrainConfig, on: Machine, times: dict[str, float], 
     return rows_of(group, what, times, lambda codec: 1e3 * predict.step(config, on, codec).seconds, source, exact)
 
 
+# Kernels that decode had a CTA for every multiprocessor: beside a message, whose kernel holds some, they took 64 to 75
+# us, and 32 without (experiments/results/chains_2gpus_host).
+DECODING_BESIDE = 69.5 / 32
 # What is counted of programs before December 2026, where a table of taco_jax/forecast/work.py says otherwise.
 MLP = {True: {"dx": 15, "kept": 13, "dx of kept": 17}, False: {"kept": 11, "dx of kept": 6}}
 JOINS = {"layernorm": work.Passes(0, 2, 0, kernels=4), "rmsnorm": work.Passes(0, 2, 0, kernels=16)}
@@ -122,9 +125,10 @@ def older_programs() -> Iterator[None]:
 
     They joined the cast kernels of products that share an input, and the cotangents of their results, for each product
     that took them, and in chains for each chain; they kept each step of the mlp's activation where nothing was
-    recomputed. A layer in chains sent its last sum beside nothing.
+    recomputed. A layer in chains sent its last sum beside nothing, and kernels that decode found no room beside
+    messages.
     """
-    tables = ("MLP", "GELU", "ZEROS", "BACKWARD", "layer_weights")
+    tables = ("MLP", "GELU", "ZEROS", "BACKWARD", "layer_weights", "prompt_weights")
     present = {name: getattr(work, name) for name in tables}
 
     def with_joins(s: work.Shard, remat: str, size: int = 2, chains: int = 1) -> list[work.Work]:
@@ -134,6 +138,11 @@ def older_programs() -> Iterator[None]:
         joins = work.Work(work.UP, "forward", "memory", bytes=nbytes, kernels=0.0)
         return [*present["layer_weights"](s, remat, size, chains), joins]
 
+    def with_prompt_joins(s: work.Shard, size: int = 2, chains: int = 1) -> list[work.Work]:
+        more = (chains - 1) * 2 * size * s.joined_weights
+        joins = work.Work(work.UP, "forward", "memory", bytes=more, kernels=0.0)
+        return [*present["prompt_weights"](s, size, chains), joins]
+
     work.MLP = {gated: present["MLP"][gated] | MLP[gated] for gated in MLP}
     work.GELU = work.GELU | {"kept": 3}
     work.ZEROS = work.ZEROS | {"none": dataclasses.replace(work.ZEROS["none"], mlp=5, up=0)}
@@ -142,11 +151,12 @@ def older_programs() -> Iterator[None]:
         for norm, of_norm in work.BACKWARD.items()
     }
     work.layer_weights = with_joins
-    overlap.HANDED_ON = False
+    work.prompt_weights = with_prompt_joins
+    overlap.HANDED_ON, overlap.DECODING_BESIDE = False, DECODING_BESIDE
     try:
         yield
     finally:
-        overlap.HANDED_ON = True
+        overlap.HANDED_ON, overlap.DECODING_BESIDE = True, 1.0
         for name, value in present.items():
             setattr(work, name, value)
 

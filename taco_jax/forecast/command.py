@@ -152,7 +152,9 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
     if not alone and config.mesh.tp > 1:
         text += advice.against_auto(best, auto)
-    sure = advice.sure(machine, use, config.mesh.tp, Shard(config.model, 1).parameters(config.model.n_layers))
+    count = max(f.chains for f in (exact, *(c.forecast for c in choices)))
+    parameters = Shard(config.model, 1).parameters(config.model.n_layers)
+    sure = advice.sure(machine, use, config.mesh.tp, parameters, chains=count)
     return exact, ceiling, choices, Advice(best, least, most, text, sure)
 
 
@@ -394,7 +396,7 @@ def _scale(options, config: TrainConfig, gpu: hardware.Gpu, link: links.Link, be
         )
     title = (
         f"{gpu.name}, {per_host} on a host over {link.name}, {rails} x {between.name} between hosts; "
-        f"tokens of a GPU stay the same"
+        f"tokens of a GPU stay the same, layers go in one chain"
     )
     print(report.scale_text(title, points))
     if options.json:

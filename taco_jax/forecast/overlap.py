@@ -21,6 +21,8 @@ from taco_jax.forecast.work import DOWN, OUT, QKV, UP, Work
 HANDED_ON = True
 """A layer's last forward sum is sent with the next layer, beside its first step, and the kernels of the mlp are cast
 beside it; a chain's first step waits until the message before it is encoded."""
+DECODING_BESIDE = 1.0
+"""How many times as long kernels that decode take beside a message: they leave its kernel room."""
 LAYERS_A_BODY = 4
 """Where no sum is handed on, layers of a prompt between two messages that are beside nothing."""
 SUBLAYERS = ((QKV, OUT), (UP, DOWN))

@@ -182,6 +182,8 @@ class Timer:
         longer = self.machine.beside if longer is None else longer
         if self.chains > 1 and message.axis == "tp" and message.site.startswith(LAYERS):
             after = 0.0 if message.codec.exact else self.machine.decoding_seconds(message, message.ranks)
+            part.codec += message.calls * (overlap.DECODING_BESIDE - 1) * after
+            after *= overlap.DECODING_BESIDE
             found = Sums((seconds / hops,) * hops, after, message.calls / self.chains, longer)
             self.sums[message.direction][message.site] = found
             return
@@ -321,15 +323,16 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     in_ticks = schedule is not None and schedule.kind == "1f1b"
     # 1F1B keeps nothing of a layer but its input, and runs it again with its gradients.
     first_pass = work.layer_forward(shard, sequences, length, remat="inference" if in_ticks else mode, **shape)
+    first_pass = work.of_chains(first_pass, count)
     layer = list(first_pass)
     if mode != "none":
         again = work.layer_forward(shard, sequences, length, "again", sums=False, **shape)
         layer += again if mode == "full" else [w for w in again if w.kind != "product"]
     if in_ticks:
         layer += work.layer_forward(shard, sequences, length, remat=mode, **shape)
-    again = layer[len(first_pass) :]
-    gradients = work.layer_backward(shard, sequences, length, remat=mode, **shape)
-    layer += gradients
+    layer += work.layer_backward(shard, sequences, length, remat=mode, **shape)
+    second_pass = work.of_chains(layer[len(first_pass) :], count)
+    layer = first_pass + second_pass
     # gpipe and circular write what the ticks keep in its place.
     several = work.COPIED if in_ticks or config.accumulation > 1 else 1
     layer += work.kept(shard, sequences * length, mode, several, size=size, sp=sp)
@@ -353,7 +356,7 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
         timer.messages(sent)
     if count > 1 and sent:
         casts = [w for w in weights if w.beside == "forward"] if mode == "full" else []
-        _in_chains(timer, first_pass, again + gradients, casts, loops=calls / count / layers, layers=layers, cut=sp > 1,
+        _in_chains(timer, first_pass, second_pass, casts, loops=calls / count / layers, layers=layers, cut=sp > 1,
                    halves=mode != "dots")  # fmt: skip
     if schedule is not None:
         timer.settle()
@@ -487,7 +490,7 @@ def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, l
         of_chains = [[*layer, added] for layer in of_chains]
     # Caches are written.
     cache = Work(work.QKV, "forward", "memory", bytes=2 * 2 * 2 * batch * length * shard.kv)
-    layer = [w for of_chain in of_chains for w in of_chain] + [cache, *work.prompt_weights(shard)]
+    layer = [w for of_chain in of_chains for w in of_chain] + [cache, *work.prompt_weights(shard, chains=count)]
     timer.work(layer, model.n_layers)
     timer.work(work.embed(shard, batch * length, gradients=False))
     timer.work([Work("head", "forward", "product", m=batch, n=shard.v, k=shard.d)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.nn.vocab_parallel import CHUNK, pad_vocab
@@ -170,6 +171,8 @@ GELU = {"forward": 2, "again": 2, "kept": 2}  # of the mlp's forward passes in M
 # each microbatch.
 COPIED = 2
 ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 1, heads=2, up=1)}
+# Of the kernels of further chains XLA joins so many with the first one's.
+JOINED_KERNELS = 0.5
 # Sequence parallelism turns what it gathers and scatters, of both directions.
 TURNED = 8
 
@@ -211,6 +214,12 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
     if s.model.qk_norm:
         work.append(Work(QKV, stage, "memory", bytes=2 * size * t * (s.q + s.kv), kernels=2))
     return work + ([product(OUT, s.d, s.q), product(DOWN, s.d, s.f)] if sums else [])
+
+
+def of_chains(items: Sequence[Work], chains: int) -> list[Work]:
+    """Returns one chain's work of a training step, its kernels being the mean of several chains'."""
+    share = (1 + (chains - 1) * (1 - JOINED_KERNELS)) / chains
+    return [dataclasses.replace(w, kernels=w.kernels * share) for w in items]
 
 
 def _moved(s: Shard, tokens: int, passes: Passes, stage: str, *, size: int, sp: int) -> list[Work]:
@@ -291,8 +300,9 @@ def layer_weights(s: Shard, remat: str, size: int = 2, chains: int = 1) -> list[
     ]
 
 
-def prompt_weights(s: Shard, size: int = 2) -> list[Work]:
-    """A layer's weights cut out of those of all layers; its kernels joined."""
+def prompt_weights(s: Shard, size: int = 2, chains: int = 1) -> list[Work]:
+    """A layer's weights cut out of those of all layers; its kernels joined, once for all chains."""
+    del chains
     return [Work(UP, "forward", "memory", bytes=2 * size * (s.layer_weights + s.joined_weights), kernels=0.0)]
 
 
