@@ -1,4 +1,4 @@
-"""What travels beside what where layers go in chains, as `taco_jax.models.overlap` orders it.
+"""The order of messages and work where layers go in chains, as `taco_jax.models.overlap` orders it.
 
 A chain's part of a sublayer is a step. The message of a step travels during the next step, which is another chain's:
 
@@ -156,7 +156,7 @@ def windows(steps: Sequence[Step], sums: Mapping[str, Sums], *, alone: float = m
                 at = parts[hop] if hop < len(parts) else Load()
             for calls, what in ((beside, at), (nothing, Load())):
                 if calls:
-                    out.append(Window(step.site, calls, seconds, what, of_site.longer, filled))
+                    out.append(Window(step.site, calls, seconds, what, longer=of_site.longer, filled=filled))
     return out
 
 

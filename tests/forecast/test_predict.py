@@ -151,7 +151,8 @@ def test_parameters_are_those_of_the_model():
 
 def test_an_exact_step_on_a_given_link_by_hand():
     """Over 12 GB/s and 15 us each of the 114 sums of 117 MB takes a ring's time. As much of the two backward ones of a
-    layer is hidden as they would take over NVLink; of the attention's, what casts of the mlp's weights take. What goes beside takes longer."""
+    layer is hidden as they would take over NVLink; of the attention's, what casts of the mlp's weights take. What goes
+    beside takes longer."""
     on = machine("12GB/s,15us")
     found = predict.step(SEVEN, on, "none")
     sum_ = 4 * 15e-6 + 2 * 3 / 4 * (16384 * 3584 * 2) / 12e9
