@@ -15,7 +15,7 @@ from typing import Any
 
 from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
-from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.config import ConfigError, TrainConfig, cli, overlap
 from taco_jax.config.checks import check
 from taco_jax.errors import check_writable
 from taco_jax.forecast import advice, hardware, links, measure, messages, plot, predict, record, report, scale
@@ -155,6 +155,8 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
     count = max(f.chains for f in (exact, *(c.forecast for c in choices)))
     parameters = Shard(config.model, 1).parameters(config.model.n_layers)
     sure = advice.sure(machine, use, config.mesh.tp, parameters, chains=count)
+    if use == "training" and overlap(config)[0]:
+        sure += ("assumed: gradients of a layer go beside the backward pass of another; nothing of it was measured",)
     return exact, ceiling, choices, Advice(best, least, most, text, sure)
 
 

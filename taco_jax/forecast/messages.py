@@ -12,11 +12,13 @@ import math
 
 from taco_jax.codec import AUTO, Codec, as_codec
 from taco_jax.compression.compression import codec_pair
-from taco_jax.config import TrainConfig, pipeline_schedule, sequence_parallel
+from taco_jax.config import TrainConfig, overlap, pipeline_schedule, sequence_parallel
 from taco_jax.forecast.work import DOWN, OUT, QKV, UP, Shard
 from taco_jax.nn.vocab_parallel import CHUNK
 
 EXACT = as_codec("none")
+LAYER_GRADIENTS = "dp/grads/layer"
+"""Site of a layer's matrices, which are sent beside the backward pass of another layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +144,23 @@ def _data_parallel(config: TrainConfig) -> list[SiteMessage]:
     buckets = max(1, math.ceil(4 * n / (c.bucket_mb * 1e6)))
     common = {"axis": "dp", "ranks": mesh.dp, "elements": n, "calls": 1, "buckets": buckets}
     op = "psum_scatter" if c.zero1 else "psum"
-    reduce = SiteMessage(
-        "dp/grads", "backward", op, size=4, codec=gradients, kind="gradient", between=between, **common
-    )
+    sums = {"codec": gradients, "kind": "gradient", "between": between, "size": 4}
+    reduce = SiteMessage("dp/grads", "backward", op, **sums, **common)
+    by_layer = []
+    if overlap(config)[0]:
+        elements, layers = Shard(config.model, mesh.tp).cut_weights, config.model.n_layers
+        of_layer = {"axis": "dp", "ranks": mesh.dp, "elements": elements, "calls": layers}
+        by_layer = [SiteMessage(LAYER_GRADIENTS, "backward", op, **sums, **of_layer)]
+        rest = n - layers * elements
+        fewer = max(1, math.ceil(4 * rest / (c.bucket_mb * 1e6)))
+        reduce = dataclasses.replace(reduce, elements=rest, buckets=fewer)
     if not c.zero1:
-        return [reduce]
+        return [*by_layer, reduce]
     bf16 = c.parameters == "bfloat16"
     codec = EXACT if bf16 else as_codec(c.parameters)
     size = 2 if bf16 else 4
     gather = SiteMessage("dp/params", "forward", "all_gather", size=size, codec=codec, kind="parameter", **common)
-    return [reduce, gather]
+    return [*by_layer, reduce, gather]
 
 
 def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int = 2, feedback: bool = False,

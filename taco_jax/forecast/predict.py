@@ -27,13 +27,14 @@ from taco_jax.config import (
     sequence_parallel,
     with_compression,
 )
+from taco_jax.config import overlap as gradients_overlap
 from taco_jax.config.checks import check
 from taco_jax.config.settings import site_compression
 from taco_jax.errors import ConfigError
 from taco_jax.forecast import links, messages, overlap, work
 from taco_jax.forecast.cost import Machine, wire_bytes
 from taco_jax.forecast.messages import SiteMessage
-from taco_jax.forecast.overlap import Step, Sums, Window
+from taco_jax.forecast.overlap import Load, Step, Sums, Window
 from taco_jax.forecast.work import Shard, Work
 from taco_jax.inference.compiled import bucket
 from taco_jax.inference.settings import EIGHT_BITS
@@ -93,12 +94,16 @@ class Forecast:
 
 
 class Timer:
-    """Adds up work and messages by site. float32: products are without tensor cores' 16-bit types."""
+    """Adds up work and messages by site. float32: products are without tensor cores' 16-bit types.
+
+    long_messages: XLA is told that messages take long. backward: what a layer's gradients go beside.
+    """
 
     def __init__(self, machine: Machine, sizes: dict[str, int], *, float32: bool = False, min_bytes: int | None = None,
-                 chains: int = 1, copies: bool = False):  # fmt: skip
+                 chains: int = 1, long_messages: bool = False):  # fmt: skip
         self.machine, self.sizes, self.float32 = machine, sizes, float32
-        self.min_bytes, self.chains, self.copies = min_bytes, chains, copies
+        self.min_bytes, self.chains, self.long_messages = min_bytes, chains, long_messages
+        self.backward = Load()
         self.parts: dict[str, Part] = {}
         self.beside = {"forward": 0.0, "backward": 0.0}
         self.products_beside = 0.0
@@ -109,7 +114,7 @@ class Timer:
 
     def empty(self) -> Timer:
         """Returns a timer of the same machine that has added up nothing, and knows no chains."""
-        options = {"float32": self.float32, "min_bytes": self.min_bytes, "copies": self.copies}
+        options = {"float32": self.float32, "min_bytes": self.min_bytes, "long_messages": self.long_messages}
         return Timer(self.machine, self.sizes, **options)
 
     def part(self, site: str) -> Part:
@@ -187,12 +192,16 @@ class Timer:
             found = Sums((seconds / hops,) * hops, after, message.calls / self.chains, longer)
             self.sums[message.direction][message.site] = found
             return
+        if message.site == messages.LAYER_GRADIENTS:
+            # That of the layer whose backward pass is the last is beside nothing.
+            for calls, beside in ((message.calls - 1, self.backward), (1, Load())):
+                self.windows.append(Window(message.site, calls, seconds, beside, longer))
+            return
         total = message.calls * seconds
         early = {"forward": (work.OUT,), "backward": (work.QKV, work.UP)}[message.direction]
-        # XLA puts as much beside a message as it would take over NVLink, whatever the link; but where sums are copied,
-        # it is told that messages take long.
+        # XLA puts as much beside a message as it would take over NVLink, whatever the link.
         believed = message.calls * links.exact_over_nvlink(message.ranks, message.nbytes)
-        believed = math.inf if self.copies else believed
+        believed = math.inf if self.long_messages else believed
         hidden = min(total, believed, self.beside[message.direction]) if message.site in early else 0.0
         self.beside[message.direction] -= hidden
         part.hidden += hidden
@@ -314,8 +323,10 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     fused = fused_attention(machine, model, config.attention_implementation, float32)
     sp = mesh.tp if sequence_parallel(config)[0] else 1
     sizes = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp}
-    told = copied or "copy" in (config.compression.link, config.compression.backward_link)
-    timer = Timer(machine, sizes, float32=float32, min_bytes=config.compression.min_bytes, chains=count, copies=told)
+    by_layer = gradients_overlap(config)[0]
+    told = by_layer or copied or "copy" in (config.compression.link, config.compression.backward_link)
+    timer = Timer(machine, sizes, float32=float32, min_bytes=config.compression.min_bytes, chains=count,
+                  long_messages=told)  # fmt: skip
 
     sequences = microbatch(config) // count
     shape = {"fused_attention": fused, "size": size, "sp": sp}
@@ -352,6 +363,9 @@ def step(config: TrainConfig, machine: Machine, codecs: str | None = None) -> Fo
     parameters = shard.parameters(layers)
     # Before the optimizer: its memory traffic is in no tick.
     sent = [] if free else messages.training(config, copied)
+    if by_layer:
+        one = overlap.load(machine, second_pass, float32)
+        timer.backward = Load(count * one.products, count * one.other)
     if not free:
         timer.messages(sent)
     if count > 1 and sent:
@@ -475,7 +489,9 @@ def first_token(model: ModelConfig, machine: Machine, codecs: str, *, tp: int, l
     shape = {"batch": batch, "length": length}
     count, why = prompt_chains(model, machine, tp, chains=chains, compression=compression, **shape)
     count, why = (1, "nothing is sent") if free and chains == AUTO else (count, why)
-    timer = Timer(machine, {"dp": 1, "pp": 1, "tp": tp}, min_bytes=min_bytes, chains=count, copies=link == "copy")
+    timer = Timer(
+        machine, {"dp": 1, "pp": 1, "tp": tp}, min_bytes=min_bytes, chains=count, long_messages=link == "copy"
+    )
     fused = fused_attention(machine, model, None, False)
     # Parts of the batch, or else of each sequence, which fill up where they do not divide it.
     cut = batch % count != 0

@@ -94,6 +94,12 @@ class Shard:
         return self.d * (self.q + 2 * self.held_kv) + self.q * self.d + self.d * self.up + self.f * self.d
 
     @property
+    def cut_weights(self) -> int:
+        """Those of matrices of a layer that no other rank of tp holds too."""
+        shared = self.model.n_kv_heads % self.tp != 0
+        return self.layer_weights - (2 * self.d * self.held_kv if shared else 0)
+
+    @property
     def joined_weights(self) -> int:
         return self.d * (self.q + 2 * self.kv) + self.d * self.up
 

@@ -246,4 +246,12 @@ MUTANTS = (
         "copies.why_other_mesh(2, 2)",
         CHAINS,
     ),
+    Mutant(
+        "forecast-layer-gradients",
+        "the gradients of every layer go beside another one",
+        "taco_jax/forecast/predict.py",
+        "((message.calls - 1, self.backward), (1, Load()))",
+        "((message.calls, self.backward),)",
+        CHAINS,
+    ),
 )

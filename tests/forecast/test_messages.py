@@ -14,7 +14,7 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.config.checks import check
-from taco_jax.forecast import hardware, links, messages, predict
+from taco_jax.forecast import hardware, links, messages, predict, work
 from taco_jax.forecast.cost import Machine
 from taco_jax.mesh import make_mesh
 from taco_jax.models.decoder import LAYER_SITES
@@ -93,6 +93,21 @@ def test_messages_are_those_of_the_traced_step(name):
         share = (message.ranks - 1) / message.ranks * (2 if message.op == "psum" else 1)
         wire = message.nbytes if message.codec.exact else message.codec.wire_bytes(message.elements)
         assert share * wire == pytest.approx(sent, rel=0.1), kind  # wires of small leaves are padded
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("model", [WIDE, dataclasses.replace(WIDE, n_kv_heads=1)])
+def test_gradients_of_a_layer_are_a_message(model, zero1):
+    given = config(
+        {"dp": 2, "tp": 2}, model, data_parallel=DataParallelConfig(gradients="none", overlap=True, zero1=zero1)
+    )
+    (row,) = (r for r in step.build(given, make_mesh(2, 1, 2)).table.rows() if r.site == messages.LAYER_GRADIENTS)
+    found = {m.site: m for m in messages.training(given) if m.kind == "gradient"}
+    of_layer = found[messages.LAYER_GRADIENTS]
+    assert (of_layer.op, of_layer.calls) == (row.op, row.calls) == (row.op, model.n_layers)
+    assert of_layer.elements == pytest.approx(row.elements, rel=0.03)  # tails of blocks are filled up
+    shard = work.Shard(model, 2)
+    assert found["dp/grads"].elements == shard.parameters(model.n_layers) - model.n_layers * of_layer.elements
 
 
 @pytest.mark.parametrize("chains", [1, 2])

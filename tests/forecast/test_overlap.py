@@ -299,6 +299,29 @@ def test_copies_go_beside_products_of_weights():
     assert exact.copied == "no sums (all go exactly)"
 
 
+def test_gradients_of_a_layer_go_beside_another_layer(monkeypatch):
+    """2 GB/s: a layer's message takes longer than the backward pass of a layer. Those of five go beside one each."""
+    from taco_jax.config import DataParallelConfig
+
+    one_clock(monkeypatch)
+    monkeypatch.setitem(load()["beside"], "over_host", 0.0)
+    given = DataParallelConfig(gradients="int8h", overlap=True)
+    config = dataclasses.replace(SEVEN, mesh=MeshConfig(dp=2), chains=1, data_parallel=given)
+    on = machine("2GB/s,15us")
+    found, after = (
+        predict.step(dataclasses.replace(config, data_parallel=dataclasses.replace(given, overlap=flag)), on)
+        for flag in (True, False)
+    )
+    shard, part = work.Shard(SEVEN.model, 1), found.sites["dp/grads/layer"]
+    hop = 1e-6 * (15 + load()["links"]["start_us"]) + shard.layer_weights * (1 + 2 / 128) / 2e9
+    again = work.layer_forward(shard, 4, 2048, "again", sums=False)
+    layer = sum(on.seconds(w) for w in [*again, *work.layer_backward(shard, 4, 2048)])
+    assert layer < hop and part.hidden == pytest.approx(5 * layer)
+    assert part.messages == pytest.approx(6 * hop - 5 * layer)
+    assert "dp/grads/layer" not in after.sites and found.seconds < after.seconds
+    assert found.sent == pytest.approx(after.sent)
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
