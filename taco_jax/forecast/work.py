@@ -95,7 +95,7 @@ class Shard:
 
     @property
     def cut_weights(self) -> int:
-        """Those of matrices of a layer that no other rank of tp holds too."""
+        """Weights of a layer's matrices that no other rank of tp holds too."""
         shared = self.model.n_kv_heads % self.tp != 0
         return self.layer_weights - (2 * self.d * self.held_kv if shared else 0)
 
