@@ -36,7 +36,6 @@ from taco_jax.forecast.cost import Machine, wire_bytes
 from taco_jax.forecast.messages import SiteMessage
 from taco_jax.forecast.overlap import Load, Step, Sums, Window
 from taco_jax.forecast.work import Shard, Work
-from taco_jax.inference.compiled import bucket
 from taco_jax.inference.settings import EIGHT_BITS
 from taco_jax.models.config import ModelConfig, validate
 
@@ -450,6 +449,8 @@ def prompt_chains(model: ModelConfig, machine: Machine, tp: int, *, batch: int, 
                   compression=None) -> tuple[int, str]:  # fmt: skip
     """Returns how many parts of prompts go through each layer side by side, and why: as
     `taco_jax.inference.settings.Layout.chains_of`, the machine's link in the place of the environment's."""
+    from taco_jax.inference.compiled import bucket
+
     if tp == 1:
         return 1, "tp is 1"
     slow, count, least, why = slow_link(machine.link), chains, 0, "as configured"
