@@ -228,16 +228,17 @@ def codecs() -> dict:
 
 
 def feedback(share: float) -> dict:
-    """Bytes of memory for each element that error feedback reads and writes more."""
+    """Bytes of memory for each element that error feedback reads and writes more, and microseconds of a sum."""
     rows, times = [], []
-    for m, row in summary("feedback_h200").items():
+    for m, row in json.loads((RESULTS / "chains_2gpus_host" / "feedback.json").read_text()).items():
         for name, value in row.items():
             if name.endswith("sum, feedback"):
                 more = value["us"] - row[name.removesuffix(", feedback")]["us"]
                 rows.append((int(m) * 3584 / (share * H200_SHEET_GB_S * 1e3), 1.0))
                 times.append(more)
     (per_element, us), worst = fit(rows, times)
-    return {"bytes_per_element": per_element, "us": us, "worst": worst, "source": "feedback_h200"}
+    source = "chains_2gpus_host: sums of int4h after their product, over host memory"
+    return {"bytes_per_element": per_element, "us": us, "worst": worst, "source": source}
 
 
 def codec_us(codec: str, n: int, ranks: int, kinds: dict) -> float:
@@ -253,7 +254,7 @@ def of_a_step(start_us: float, share: float) -> dict:
     """Kernels by their names in traces of steps.
 
     Zeros as a share of the fastest copy's bandwidth; GELU; how much longer what goes beside messages takes, as a share
-    of these; how much longer products take where two GPUs wait for the slower one.
+    of these; copies by copy engines; how much longer products take where two GPUs wait for the slower one.
     """
     found = summary("kernels_in_step")
     per_us = share * H200_SHEET_GB_S * 1e3
@@ -262,8 +263,12 @@ def of_a_step(start_us: float, share: float) -> dict:
     source = "kernels_in_step: lengths of kernels, not of the step"
     ways = found["beside_messages"]
     longer = (sum(ways["none"].values()) - sum(ways["free"].values())) / ways["hidden"]
+    (host,) = found["beside_messages_over_host"]
+    sent = [(1.0, CODECS[row["codec"]].wire_bytes(row["values"])) for row in found["copies"]]
+    (copy_us, per_byte), _ = fit(sent, [row["us"] for row in found["copies"]])
     return {
-        "beside": {"longer": longer, "source": source},
+        "beside": {"longer": longer, "over_host": host["us"] / host["alone_us"] - 1, "source": source},
+        "copy": {"us": copy_us, "gb_s": 1 / per_byte / 1e3, "source": source},
         "slowest": {"longer": statistics.median(row["longer"] for row in found["slowest"]), "source": source},
         "zeros": {"share_of_copy": zeros, "source": source},
         "gelu": {"ps_per_value": 1e6 * (gelu["us"] - start_us) / gelu["values"], "source": source},

@@ -34,7 +34,7 @@ from taco_jax.config import (
     cli,
 )
 from taco_jax.config.flags import load
-from taco_jax.forecast import constants, hardware, links, messages, predict, work
+from taco_jax.forecast import constants, hardware, links, messages, overlap, predict, work
 from taco_jax.forecast.cost import Machine
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.presets import preset
@@ -84,28 +84,36 @@ def machine(gpu: str, link: str, devices: int, kernels: str = "", **more) -> Mac
 
 
 def experiment(name: str, **changes) -> TrainConfig:
+    """The configuration of an experiment as most of the record's steps ran: in one chain, without copies."""
     config = load(ROOT / "experiments" / f"{name}.py")
-    return dataclasses.replace(config, **changes)
+    as_then = {"chains": 1, "compression": dataclasses.replace(config.compression, backward_link="auto")}
+    return dataclasses.replace(config, **as_then | changes)
 
 
 def of_seven(layers: int | None = None, tp: int = 4, link: str = "auto", **model) -> TrainConfig:
-    config = experiment("qwen7b", mesh=MeshConfig(tp=tp), compression=CompressionConfig(link=link))
+    compression = CompressionConfig(link=link, backward_link=link)
+    config = experiment("qwen7b", mesh=MeshConfig(tp=tp), compression=compression)
     changes = model | ({} if layers is None else {"n_layers": layers})
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
 def rows_of(group: str, what: str, times: dict[str, float], forecast: Callable[[str], float], source: str,
-            exact: float | None = None) -> Iterator[Row]:  # fmt: skip
-    exact = times.get("none", exact)
+            exact: tuple[float, float] | None = None) -> Iterator[Row]:  # fmt: skip
+    """exact: of another program of the same go, (milliseconds, forecast), where that is what speed-ups are of."""
+    if exact is None:
+        exact = (times["none"], forecast("none")) if "none" in times else (None, None)
     for codec, ms in times.items():
-        yield Row(group, what, codec, ms, exact, forecast(codec), forecast("none"), source)
+        yield Row(group, what, codec, ms, exact[0], forecast(codec), exact[1], source)
 
 
 def steps(what: str, config: TrainConfig, on: Machine, times: dict[str, float], source: str,
-          group: str = "steps of 7B") -> Iterator[Row]:  # fmt: skip
-    return rows_of(group, what, times, lambda codec: 1e3 * predict.step(config, on, codec).seconds, source)
+          group: str = "steps of 7B", exact: tuple[float, float] | None = None) -> Iterator[Row]:  # fmt: skip
+    return rows_of(group, what, times, lambda codec: 1e3 * predict.step(config, on, codec).seconds, source, exact)
 
 
+# Kernels that decode had a CTA for every multiprocessor: beside a message, whose kernel holds some, they took 64 to 75
+# us, and 32 without (experiments/results/chains_2gpus_host).
+DECODING_BESIDE = 69.5 / 32
 # What is counted of programs before December 2026, where a table of taco_jax/forecast/work.py says otherwise.
 MLP = {True: {"dx": 15, "kept": 13, "dx of kept": 17}, False: {"kept": 11, "dx of kept": 6}}
 JOINS = {"layernorm": work.Passes(0, 2, 0, kernels=4), "rmsnorm": work.Passes(0, 2, 0, kernels=16)}
@@ -116,16 +124,24 @@ def older_programs() -> Iterator[None]:
     """Inside the block a step's work is that of programs before December 2026, which the record's steps are of.
 
     They joined the cast kernels of products that share an input, and the cotangents of their results, for each product
-    that took them, and kept each step of the mlp's activation where nothing was recomputed.
+    that took them, and in chains for each chain; they kept each step of the mlp's activation where nothing was
+    recomputed. A layer in chains sent its last sum beside nothing, and kernels that decode found no room beside
+    messages.
     """
-    tables = ("MLP", "GELU", "ZEROS", "BACKWARD", "layer_weights")
+    tables = ("MLP", "GELU", "ZEROS", "BACKWARD", "layer_weights", "prompt_weights")
     present = {name: getattr(work, name) for name in tables}
 
-    def with_joins(s: work.Shard, remat: str, size: int = 2) -> list[work.Work]:
+    def with_joins(s: work.Shard, remat: str, size: int = 2, chains: int = 1) -> list[work.Work]:
         joined, cast = 2 * size * s.joined_weights, (work.F32 + size) * s.joined_weights
         more = {"full": 2 * joined + cast, "dots": joined, "none": joined + (work.F32 - size) * s.joined_weights}
-        joins = work.Work(work.UP, "forward", "memory", bytes=more[remat], kernels=0.0)
-        return [*present["layer_weights"](s, remat, size), joins]
+        nbytes = more[remat] + (chains - 1) * 2 * joined
+        joins = work.Work(work.UP, "forward", "memory", bytes=nbytes, kernels=0.0)
+        return [*present["layer_weights"](s, remat, size, chains), joins]
+
+    def with_prompt_joins(s: work.Shard, size: int = 2, chains: int = 1) -> list[work.Work]:
+        more = (chains - 1) * 2 * size * s.joined_weights
+        joins = work.Work(work.UP, "forward", "memory", bytes=more, kernels=0.0)
+        return [*present["prompt_weights"](s, size, chains), joins]
 
     work.MLP = {gated: present["MLP"][gated] | MLP[gated] for gated in MLP}
     work.GELU = work.GELU | {"kept": 3}
@@ -135,9 +151,12 @@ def older_programs() -> Iterator[None]:
         for norm, of_norm in work.BACKWARD.items()
     }
     work.layer_weights = with_joins
+    work.prompt_weights = with_prompt_joins
+    overlap.HANDED_ON, overlap.DECODING_BESIDE = False, DECODING_BESIDE
     try:
         yield
     finally:
+        overlap.HANDED_ON, overlap.DECODING_BESIDE = True, 1.0
         for name, value in present.items():
             setattr(work, name, value)
 
@@ -189,7 +208,59 @@ def recorded() -> Iterator[Row]:
             preset("qwen2p5_7b"), machine("H200", "host", 1), codec, tp=1, length=n, batch=b
         ).seconds  # fmt: skip
         yield from rows_of("first token", f"7B, {name} tokens, 1 x H200", ms(ways), forecast, "ttft_1gpu")
+    yield from chains()
+    yield from copies()
     yield from small()
+
+
+def chains() -> Iterator[Row]:
+    """A step and a first token in two chains, beside those in one of the same go."""
+    folder = "chains_2gpus_host"
+    text = (RESULTS / folder / "README.md").read_text()
+    table = text[text.index("## The training step before") :]
+    times = {name: float(ms) for name, ms in re.findall(r"^\| ([\w:]+) \| ([\d.]+) \| [\d.]+, [\d.]+ \|", table, re.M)}
+    host, config = machine("H200", "host", 2), of_seven(6, 2, vocab_size=32000)
+    what = "6 layers, vocabulary 32,000, tp 2, host, 2 x H200, another go"
+    yield from steps(what, config, host, {name: ms for name, ms in times.items() if ":" not in name}, folder)
+    exact = times["none"], 1e3 * predict.step(config, host, "none").seconds
+    chained = {name[:-2]: ms for name, ms in times.items() if name.endswith(":2")}
+    yield from steps("the same in 2 chains", dataclasses.replace(config, chains=2), host, chained, folder, exact=exact)
+    model = dataclasses.replace(preset("qwen2p5_7b"), n_layers=8)
+
+    def first(codec: str, feedback: bool = False, chains: int = 1) -> float:
+        given = {"tp": 2, "length": 8192, "feedback": feedback, "chains": chains}
+        return 1e3 * predict.first_token(model, host, codec, **given).seconds
+
+    (before,) = re.findall(r"^\| before, ms \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) [^|]*\| ([\d.]+) ", text, re.M)
+    after = {name: row["ms"] for name, row in summary(folder)["results"]["host"]["1x8192"].items()}
+    what, group = "7B, 8 layers, 1x8192 tokens, tp 2, host, 2 x H200", "first token"
+    for which, (none, free, plain, fed) in (
+        (f"{what}, before", map(float, before)),
+        (what, (after[name] for name in ("none", "free", "int4h:auto:plain", "int4h:auto:fed"))),
+    ):
+        yield from rows_of(group, which, {"none": none, "free": free, "int4h": plain}, first, folder)
+        with_errors = lambda codec: first(codec, feedback=True)
+        exact = none, first("none")
+        yield from rows_of(group, f"{which}, with feedback", {"int4h": fed}, with_errors, folder, exact)
+    in_chains = lambda codec: first(codec, feedback=True, chains=2)
+    times = {"int4h": after["int4h:auto:fed:2"]}
+    yield from rows_of(group, f"{what}, with feedback, 2 chains", times, in_chains, folder, exact)
+
+
+def copies() -> Iterator[Row]:
+    """Steps over NVLink with gradients' sums by copy engines, beside those in one kernel of the same go."""
+    folder = "step_nvlink_2gpus"
+    two, config = machine("H200", "nvlink", 2), of_seven(6, 2, vocab_size=32000)
+    copied = dataclasses.replace(config, compression=CompressionConfig())
+    what = "6 layers, vocabulary 32,000, tp 2, nvlink, 2 x H200"
+    times = {name: row["ms"] for name, row in summary(folder).items() if ":" not in name}
+    yield from steps(f"{what}, another go", config, two, times, folder)
+    found = json.loads((RESULTS / folder / "copies_summary.json").read_text())
+    times = {name: row["ms"] for name, row in found.items() if ":" not in name}
+    yield from steps(f"{what}, a third go", config, two, times, folder)
+    exact = times["none"], 1e3 * predict.step(config, two, "none").seconds
+    times = {name.partition(":")[0]: row["ms"] for name, row in found.items() if name.endswith(":auto/copy")}
+    yield from steps("the same with gradients' sums copied", copied, two, times, folder, exact=exact)
 
 
 def small() -> Iterator[Row]:

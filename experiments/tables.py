@@ -222,13 +222,13 @@ def forecast_errors(figures: Figures) -> Iterable[Row]:
         key = f"groups.{group}"
         name = {
             "steps of 7B": "steps of the 7B model",
-            "first token": "times to the first token, 7B, one GPU",
+            "first token": "times to the first token, 7B, one and two GPUs",
             "small steps": "steps of models of 350M parameters and fewer",
             "all": "all",
         }
         cells = [figures.percent("forecast", f"{key}.{value}") for value in ("median", "worst")]
         speed = [f"{key}.speedup_median", f"{key}.speedup_worst"]
-        has = group in ("steps of 7B", "small steps")
+        has = group != "all"
         more = [figures.percent("forecast", k) for k in speed] if has else ["", ""]
         yield name[group], figures.number("forecast", f"{key}.rows"), *cells, *more
 
@@ -262,9 +262,12 @@ def forecast_constants(figures: Figures) -> Iterable[Row]:
     yield "zeros: share of the fastest copy's bandwidth", share("zeros.share_of_copy")
     yield "GELU: a value", f"{at('gelu.ps_per_value', 2)} ps"
     yield "work beside a message over NVLink: longer by, as a share of the message's time", share("beside.longer")
+    yield "work beside a message over other links: longer by", share("beside.over_host")
+    yield "a sum's wires by copy engines", f"{at('copy.us', 1)} us, {at('copy.gb_s')} GB/s"
     for card in ("H200", "H100 80GB HBM3"):
         yield f"memory: share of the data sheet's, {card}", share(f"memory.share_of_sheet.{card}")
-    yield "error feedback: bytes for each element", at("feedback.bytes_per_element", 1)
+    feedback = f"{at('feedback.bytes_per_element', 1)}; {at('feedback.us', 1)} us"
+    yield "error feedback: bytes for each element; start", feedback
     for link, name in (("nvlink", "NVLink"), ("host", "host memory")):
         for ranks in (2, 4):
             key = f"links.{link}"

@@ -7,6 +7,7 @@ device_selection: the value of `--devices`.
 """
 
 from taco_jax.config.derived import (
+    auto_chains,
     chains,
     flatten,
     get,
@@ -52,6 +53,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "TrainConfig",
+    "auto_chains",
     "flatten",
     "get",
     "keys",

@@ -42,12 +42,25 @@ def chains(config: TrainConfig, device: Any = None) -> tuple[int, str]:
         return config.chains, "as configured"
     from taco_jax.compression import chains as rule
 
-    c, tp, sequences = config.compression, config.mesh.tp, microbatch(config)
-    if tp == 1:
+    if config.mesh.tp == 1:
         return 1, "tp is 1"
     if rule.on_cpu(config.devices) if device is None else device.platform == "cpu":
         return 1, "on CPU nothing travels beside products"
     slow = rule.slow_link(getattr(device, "device_kind", ""))
+    least = 0 if slow is None else rule.least_bytes([site_compression(config.compression)], config.mesh.tp, device)
+    return auto_chains(config, slow, least)
+
+
+def auto_chains(config: TrainConfig, slow: str | None, least: int) -> tuple[int, str]:
+    """Returns the `chains` of auto over a link of GPUs, tp being above 1.
+
+    Args:
+      slow: why the link is slow; None where it is NVLink.
+      least: bytes of a chain's message with which it pays.
+    """
+    from taco_jax.compression import chains as rule
+
+    c, sequences = config.compression, microbatch(config)
     if slow is None:
         return 1, "over NVLink they lose more in their products than they hide"
     if config.mesh.pp > 1:
@@ -62,7 +75,6 @@ def chains(config: TrainConfig, device: Any = None) -> tuple[int, str]:
         return 1, f"{rule.CHAINS} do not divide the {sequences} sequences of a device's microbatch"
     size = 4 if config.compute_dtype == "float32" else 2
     nbytes = sequences // rule.CHAINS * config.data.sequence_length * config.model.d_model * size
-    least = rule.least_bytes([site_compression(c)], tp, device)
     if nbytes < least:
         return 1, f"a chain's messages would have {nbytes:,} bytes, below {least:,}"
     return rule.CHAINS, f"{slow}: messages of one travel beside products of the other"

@@ -148,9 +148,9 @@ def _size(n: int) -> str:
     return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB"
 
 
-def sure(machine: Machine, use: str, tp: int, parameters: float = 7e9) -> tuple[str, ...]:
-    """How sure a forecast of a model of so many parameters is: its error against what was measured, and what of its
-    input was not."""
+def sure(machine: Machine, use: str, tp: int, parameters: float = 7e9, chains: int = 1) -> tuple[str, ...]:
+    """How sure a forecast of a model of so many parameters, in so many chains, is: its error against what was measured,
+    and what of its input was not."""
     errors = load(ERRORS)
     of_steps = "small steps" if parameters <= SMALL_MODEL else "steps of 7B"
     group = errors["groups"]["first token" if use == "first_token" else of_steps]
@@ -173,6 +173,11 @@ def sure(machine: Machine, use: str, tp: int, parameters: float = 7e9) -> tuple[
         lines.append(f"assumed: {tp} ranks share the link as 4 do, the most that were measured")
     if machine.link.kind == "measured" and tp > 1 and tp not in machine.link.hop:
         lines.append(f"assumed: {tp} ranks share the link as the {min(machine.link.hop)} that were measured")
+    if chains > 1:
+        where = "at tp 2 over host memory" if use == "first_token" else "at tp 2 over host memory and NVLink"
+        lines.append(
+            f"assumed: a layer's last sum goes beside the next layer; chains were measured {where}, without that"
+        )
     if machine.hosts > 1:
         lines.append("assumed: messages over several hosts; nothing has been measured there")
     return tuple(lines)

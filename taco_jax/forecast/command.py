@@ -15,7 +15,7 @@ from typing import Any
 
 from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
-from taco_jax.config import ConfigError, TrainConfig, cli
+from taco_jax.config import ConfigError, TrainConfig, cli, overlap
 from taco_jax.config.checks import check
 from taco_jax.errors import check_writable
 from taco_jax.forecast import advice, hardware, links, measure, messages, plot, predict, record, report, scale
@@ -147,11 +147,16 @@ def run(forecast: Callable[[Machine, str], Forecast], machine: Machine, config: 
         codec, ranks = codec_pair(of.codecs)[0], config.mesh.tp
         sums = {"axis": "tp", "ranks": ranks, "elements": 1, "size": 2, "calls": 1, "per_token": config.model.d_model}
         sample = messages.SiteMessage("", "forward", "psum", codec=messages.as_codec(codec), **sums)
-        least = advice.least_bytes(machine, sample, messages.as_codec(codec), nvlink=config.compression.link != "nccl")
+        in_kernels = config.compression.link not in ("nccl", "copy")
+        least = advice.least_bytes(machine, sample, messages.as_codec(codec), nvlink=in_kernels)
     text = advice.describe(best, least, most, choices=choices, limit=limit, use=use)
     if not alone and config.mesh.tp > 1:
         text += advice.against_auto(best, auto)
-    sure = advice.sure(machine, use, config.mesh.tp, Shard(config.model, 1).parameters(config.model.n_layers))
+    count = max(f.chains for f in (exact, *(c.forecast for c in choices)))
+    parameters = Shard(config.model, 1).parameters(config.model.n_layers)
+    sure = advice.sure(machine, use, config.mesh.tp, parameters, chains=count)
+    if use == "training" and overlap(config)[0]:
+        sure += ("assumed: gradients of a layer go beside the backward pass of another; nothing of it was measured",)
     return exact, ceiling, choices, Advice(best, least, most, text, sure)
 
 
@@ -287,9 +292,8 @@ def _codecs(text: str, config: TrainConfig, use: str, auto: str, *, given: bool)
 
 def _fed(machine: Machine, codecs: str, config: TrainConfig) -> bool:
     """Returns whether inference takes errors along by itself (`first_token`)."""
-    one = machine.one_kernel(machine.link, config.mesh.tp, True) and machine.hosts == 1
     codec = messages.as_codec(codecs.partition(":")[0])
-    return codec.element not in predict.EIGHT_BITS and not one
+    return predict.feeds_back(machine, codec, config.mesh.tp, config.compression.link)
 
 
 def _limit(text: str | None, use: str) -> float:
@@ -303,8 +307,8 @@ def _limit(text: str | None, use: str) -> float:
 
 def _first_token(options: argparse.Namespace, config: TrainConfig) -> Callable[[Machine, str], Forecast]:
     given = {"tp": config.mesh.tp, "length": options.ttft, "batch": options.batch or 1}
-    least = config.compression.min_bytes
-    return lambda at, codecs: predict.first_token(config.model, at, codecs, min_bytes=least, **given)
+    given |= {"min_bytes": config.compression.min_bytes, "link": config.compression.link, "chains": config.chains}
+    return lambda at, codecs: predict.first_token(config.model, at, codecs, **given)
 
 
 def _title(options: argparse.Namespace, config: TrainConfig) -> str:
@@ -394,7 +398,7 @@ def _scale(options, config: TrainConfig, gpu: hardware.Gpu, link: links.Link, be
         )
     title = (
         f"{gpu.name}, {per_host} on a host over {link.name}, {rails} x {between.name} between hosts; "
-        f"tokens of a GPU stay the same"
+        f"tokens of a GPU stay the same, layers go in one chain"
     )
     print(report.scale_text(title, points))
     if options.json:

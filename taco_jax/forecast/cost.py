@@ -138,8 +138,8 @@ class Machine:
 
     @property
     def beside(self) -> float:
-        """How much longer work beside a message over NVLink takes, as a share of the message's time."""
-        return load()["beside"]["longer"]
+        """How much longer work beside a message of NCCL's takes, as a share of the message's time."""
+        return load()["beside"]["longer" if self.link.is_nvlink else "over_host"]
 
     @property
     def host(self) -> float:
@@ -205,6 +205,11 @@ class Machine:
             seconds = encode + (wire + wire / ranks) / rate("reduce") + decode
         return seconds + (self.feedback_seconds(n) if message.feedback else 0.0)
 
+    def decoding_seconds(self, message: SiteMessage, ranks: int) -> float:
+        """Seconds of the part of `codec_seconds` that comes after a sum's last hop."""
+        values, wire = message.nbytes, wire_bytes(message.codec, message)
+        return ((2 if ranks == 2 else 1) * values + wire) / self.codec_rate(message.codec, "decode")
+
     def feedback_seconds(self, elements: int) -> float:
         c = load()["feedback"]
         return 1e-6 * c["us"] + c["bytes_per_element"] * elements / self.bandwidth
@@ -254,6 +259,11 @@ class Machine:
             # A ring's steps follow each other in a pipeline; the slower part of the way is its speed.
             whole = max(inside, outside)
         return whole if message.op == "psum" else whole / 2
+
+    def copy_seconds(self, message: SiteMessage) -> float:
+        """Seconds in which copy engines bring a sum's wires, each GPU's to the other, over NVLink."""
+        c, faster = load()["copy"], self.link.gb_s(2) / load()["links"]["nvlink"]["hop"]["2"]["gb_s"]
+        return 1e-6 * c["us"] + wire_bytes(message.codec, message) / (1e9 * c["gb_s"] * faster)
 
     def compressed_seconds(self, message: SiteMessage, local: int, hosts: int) -> tuple[float, float]:
         """(codec, wire) seconds of one compressed message that is no single kernel."""

@@ -12,11 +12,13 @@ import math
 
 from taco_jax.codec import AUTO, Codec, as_codec
 from taco_jax.compression.compression import codec_pair
-from taco_jax.config import TrainConfig, pipeline_schedule, sequence_parallel
+from taco_jax.config import TrainConfig, overlap, pipeline_schedule, sequence_parallel
 from taco_jax.forecast.work import DOWN, OUT, QKV, UP, Shard
 from taco_jax.nn.vocab_parallel import CHUNK
 
 EXACT = as_codec("none")
+LAYER_GRADIENTS = "dp/grads/layer"
+"""Site of a layer's matrices, which are sent beside the backward pass of another layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class SiteMessage:
     op: psum, psum_scatter, all_gather, all_to_all or ppermute. axis: tp, pp or dp; ranks: of it. elements: of the whole
     tensor, size: bytes of each. codec: as configured; what goes exactly for its size is decided where it is timed.
     per_token: width of a token, for codecs that have a scale for each. buckets: parts that travel one after the other.
+    link: as of `Compression`.
     """
 
     site: str
@@ -42,14 +45,18 @@ class SiteMessage:
     per_token: int = 0
     buckets: int = 1
     feedback: bool = False
+    link: str = "auto"
 
     @property
     def nbytes(self) -> int:
         return self.elements * self.size
 
 
-def training(config: TrainConfig) -> list[SiteMessage]:
-    """The messages of one step of a configuration that `check` has returned."""
+def training(config: TrainConfig, copied: bool = False) -> list[SiteMessage]:
+    """The messages of one step of a configuration that `check` has returned.
+
+    copied: copy engines bring gradients' sums where the configuration leaves their link open.
+    """
     model, mesh, c = config.model, config.mesh, config.compression
     schedule = pipeline_schedule(config)
     microbatches = 1 if schedule is None else schedule.microbatches
@@ -72,15 +79,19 @@ def training(config: TrainConfig) -> list[SiteMessage]:
 
     planned = {n for n, s in c.planned.sites.items() if s.error_feedback} if c.planned is not None else ()
 
+    # Stages run no kernel over NVLink.
+    in_stages = lambda link: "nccl" if schedule is not None and link == "auto" else link
+    links = {"forward": in_stages(c.link), "backward": in_stages(c.backward_link or c.link)}
+
     def site(name: str, entering: bool, elements: int, calls: int, again: int = 1) -> None:
         """A pair of messages: of a column-parallel layer's input (entering) or a row-parallel one's output."""
         forward, backward = _codecs(config, name)
         fed = {"forward": c.error_feedback or name in planned, "backward": c.backward_error_feedback}
+        own = links | ({"backward": "copy"} if copied and not any(fed.values()) else {})
         add = lambda direction, op, codec, calls: out.append(
             SiteMessage(
                 name, direction, op, axis="tp", ranks=mesh.tp, elements=elements, size=size, calls=calls, codec=codec,
-                between=_between(c.between_hosts),
-                feedback=fed[direction] and not codec.exact,
+                between=_between(c.between_hosts), feedback=fed[direction] and not codec.exact, link=own[direction],
             )
         )  # fmt: skip
         if sp:
@@ -133,20 +144,27 @@ def _data_parallel(config: TrainConfig) -> list[SiteMessage]:
     buckets = max(1, math.ceil(4 * n / (c.bucket_mb * 1e6)))
     common = {"axis": "dp", "ranks": mesh.dp, "elements": n, "calls": 1, "buckets": buckets}
     op = "psum_scatter" if c.zero1 else "psum"
-    reduce = SiteMessage(
-        "dp/grads", "backward", op, size=4, codec=gradients, kind="gradient", between=between, **common
-    )
+    sums = {"codec": gradients, "kind": "gradient", "between": between, "size": 4}
+    reduce = SiteMessage("dp/grads", "backward", op, **sums, **common)
+    by_layer = []
+    if overlap(config)[0]:
+        elements, layers = Shard(config.model, mesh.tp).cut_weights, config.model.n_layers
+        of_layer = {"axis": "dp", "ranks": mesh.dp, "elements": elements, "calls": layers}
+        by_layer = [SiteMessage(LAYER_GRADIENTS, "backward", op, **sums, **of_layer)]
+        rest = n - layers * elements
+        fewer = max(1, math.ceil(4 * rest / (c.bucket_mb * 1e6)))
+        reduce = dataclasses.replace(reduce, elements=rest, buckets=fewer)
     if not c.zero1:
-        return [reduce]
+        return [*by_layer, reduce]
     bf16 = c.parameters == "bfloat16"
     codec = EXACT if bf16 else as_codec(c.parameters)
     size = 2 if bf16 else 4
     gather = SiteMessage("dp/params", "forward", "all_gather", size=size, codec=codec, kind="parameter", **common)
-    return [reduce, gather]
+    return [*by_layer, reduce, gather]
 
 
-def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int = 2,
-           feedback: bool = False) -> list[SiteMessage]:  # fmt: skip
+def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int = 2, feedback: bool = False,
+           chains: int = 1, link: str = "auto") -> list[SiteMessage]:  # fmt: skip
     """The messages before the first token of `batch` prompts: the embedding's sum and the logits go exactly."""
     if tp == 1:
         return []
@@ -155,7 +173,7 @@ def prompt(model, tp: int, batch: int, length: int, codec: Codec, *, size: int =
     exact = lambda site, op, elements, size: SiteMessage(
         site, "forward", op, elements=elements, size=size, calls=1, **of
     )
-    sums = {"elements": n, "size": size, "calls": model.n_layers, "codec": codec}
+    sums = {"elements": n // chains, "size": size, "calls": chains * model.n_layers, "codec": codec, "link": link}
     row = lambda site: SiteMessage(site, "forward", "psum", feedback=feedback and not codec.exact, **sums, **of)
     last = [exact("error", "psum", batch * model.d_model, size)] if feedback and not codec.exact else []
     logits = exact("head/logits", "all_gather", batch * Shard(model, tp).v * tp, 4)

@@ -26,7 +26,7 @@ def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choic
     blocks = [
         title,
         machine_text(machine),
-        "\n".join([ways(exact, ceiling, choices), *notes]),
+        "\n".join([ways(exact, ceiling, choices), *programs(exact, choices), *notes]),
         sites(exact),
         *([sites(shown)] if shown is not exact else []),
         f"recommendation: {advice.text}",
@@ -58,6 +58,25 @@ def ways(exact: Forecast, ceiling: Forecast, choices: Sequence[Choice]) -> str:
             rows[-1] += "; layers' messages are too small and go exactly"
     speed = f"{exact.seconds / ceiling.seconds:.2f}x"
     return "\n".join([*rows, f"{'nothing sent':18}{1e3 * ceiling.seconds:9.1f}{speed:>8}{'':13}  the ceiling"])
+
+
+def programs(exact: Forecast, choices: Sequence[Choice]) -> list[str]:
+    """Returns how many chains each way has, and which sums copy engines bring, with the reasons; nothing where tp is
+    1."""
+    lines: list[str] = []
+    by_way = {"exact": exact} | {c.codecs: c.forecast for c in choices}
+    for key, said in (
+        ("chains", lambda f: f"{f.chains} ({f.chains_why})" if f.chains_why else ""),
+        ("copied", lambda f: f.copied if f.chains_why else ""),
+    ):
+        ways_of: dict[str, list[str]] = {}
+        for name, forecast in by_way.items():
+            if key == "chains" or forecast is not exact or len(by_way) == 1:
+                ways_of.setdefault(said(forecast), []).append(name)
+        ways_of.pop("", None)
+        one = len(ways_of) == 1
+        lines += [f"{key}: {text}" + ("" if one else f" of {', '.join(names)}") for text, names in ways_of.items()]
+    return lines
 
 
 def _way(name: str, forecast: Forecast, exact: Forecast, loss: str) -> str:
@@ -114,6 +133,9 @@ def _forecast(forecast: Forecast, exact: Forecast) -> dict[str, Any]:
         "fewer_bytes": forecast.ratio,
         "bytes_sent": forecast.sent,
         "empty_ticks_ms": 1e3 * forecast.bubble,
+        "chains": forecast.chains,
+        "chains_why": forecast.chains_why,
+        "copied": forecast.copied,
         "sites": {
             site: {name: 1e3 * getattr(part, name) for name in (*PARTS, "hidden")}
             for site, part in forecast.sites.items()

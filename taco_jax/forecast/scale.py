@@ -2,7 +2,7 @@
 
 Tokens of a GPU stay the same, so the batch grows with the GPUs (weak scaling). For each number of GPUs and each way of
 sending the fastest of all layouts dp x pp x tp is taken whose state fits the memory: tp inside a host, stages 1F1B,
-gradients and optimizer cut over dp (ZeRO-1).
+gradients and optimizer cut over dp (ZeRO-1). Layers go in one chain.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.nn.vocab_parallel import CHUNK, pad_vocab
@@ -91,6 +92,12 @@ class Shard:
     @property
     def layer_weights(self) -> int:
         return self.d * (self.q + 2 * self.held_kv) + self.q * self.d + self.d * self.up + self.f * self.d
+
+    @property
+    def cut_weights(self) -> int:
+        """Weights of a layer's matrices that no other rank of tp holds too."""
+        shared = self.model.n_kv_heads % self.tp != 0
+        return self.layer_weights - (2 * self.d * self.held_kv if shared else 0)
 
     @property
     def joined_weights(self) -> int:
@@ -170,17 +177,20 @@ GELU = {"forward": 2, "again": 2, "kept": 2}  # of the mlp's forward passes in M
 # each microbatch.
 COPIED = 2
 ZEROS = {"full": Passes(2, 0, 0), "dots": Passes(2, 1, 0, up=1), "none": Passes(14, 1, 1, heads=2, up=1)}
+# Of the kernels of further chains XLA joins so many with the first one's.
+JOINED_KERNELS = 0.5
 # Sequence parallelism turns what it gathers and scatters, of both directions.
 TURNED = 8
 
 
 def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward", *, remat: str = "inference",
-                  fused_attention: bool = True, size: int = 2, sp: int = 1,
-                  sums: bool = True) -> list[Work]:  # fmt: skip
+                  fused_attention: bool = True, size: int = 2, sp: int = 1, sums: bool = True,
+                  before: int = 0) -> list[Work]:  # fmt: skip
     """One layer's forward pass; stage="again": its recomputation.
 
     remat: what it keeps, none, dots or full, or inference. size: bytes of a value. sp: ranks over which the residual
-    stream is cut. sums: its two last products are computed (a recomputation has their sums).
+    stream is cut. sums: its two last products are computed (a recomputation has their sums). before: tokens of the same
+    sequences in chains before this one.
     """
     t = sequences * length
     kept = remat == "none" and stage == "forward"
@@ -196,14 +206,26 @@ def layer_forward(s: Shard, sequences: int, length: int, stage: str = "forward",
     passes = passes.plus(Passes(0, 0, mlp - gelu))
     product = lambda site, n, k: Work(site, stage, "product", m=t, n=n, k=k)
     work = [
-        product(QKV, s.q + 2 * s.kv, s.d), *attention(s, sequences, length, stage, fused=fused_attention),
+        product(QKV, s.q + 2 * s.kv, s.d), *attention(s, sequences, before + length, stage, fused=fused_attention),
         product(UP, s.up, s.d), *_moved(s, t, passes, stage, size=size, sp=sp),
     ]  # fmt: skip
     if gelu:
         work.append(Work(UP, stage, "gelu", bytes=gelu * size * t * s.f, values=float(t) * s.f, kernels=0.0))
+    if before:
+        # Zeros stand for the queries before, whose rows are dropped; keys and values are joined.
+        whole = before + length
+        moved = sequences * (length * 4 * s.q + whole * 2 * 2 * s.kv)
+        work.append(Work(QKV, stage, "zeros", bytes=size * sequences * whole * s.q))
+        work.append(Work(QKV, stage, "memory", bytes=size * moved, kernels=4))
     if s.model.qk_norm:
         work.append(Work(QKV, stage, "memory", bytes=2 * size * t * (s.q + s.kv), kernels=2))
     return work + ([product(OUT, s.d, s.q), product(DOWN, s.d, s.f)] if sums else [])
+
+
+def of_chains(items: Sequence[Work], chains: int) -> list[Work]:
+    """Returns one chain's work of a training step, its kernels being the mean of several chains'."""
+    share = (1 + (chains - 1) * (1 - JOINED_KERNELS)) / chains
+    return [dataclasses.replace(w, kernels=w.kernels * share) for w in items]
 
 
 def _moved(s: Shard, tokens: int, passes: Passes, stage: str, *, size: int, sp: int) -> list[Work]:
@@ -265,14 +287,15 @@ def _summed(s: Shard, tokens: int, size: int, sp: int) -> list[Work]:
     ]  # fmt: skip
 
 
-def layer_weights(s: Shard, remat: str, size: int = 2) -> list[Work]:
-    """Casts of a layer's float32 weights, joined by that, and its gradients put where all layers' are."""
+def layer_weights(s: Shard, remat: str, size: int = 2, chains: int = 1) -> list[Work]:
+    """Casts of a layer's float32 weights, joined by that, and its gradients, all chains' in one, put where all layers'
+    are."""
     cast = (F32 + size) * s.layer_weights
     # In the backward pass again, or the cast weights of all layers are kept: joined ones by a copy, others by a cast.
     kept = cast + 2 * size * s.layer_weights + (2 * size - F32 - size) * s.joined_weights
     moved = cast + (kept if remat == "none" else cast)
     # A product's values are read and written once more, into zeros; joined kernels' are cut apart by that.
-    placed = (size + F32) * s.layer_weights
+    placed = (chains * size + F32) * s.layer_weights
     # Casts for the mlp need nothing of the attention.
     early = (F32 + size) * (s.d * s.up + s.f * s.d)
     return [
@@ -283,8 +306,9 @@ def layer_weights(s: Shard, remat: str, size: int = 2) -> list[Work]:
     ]
 
 
-def prompt_weights(s: Shard, size: int = 2) -> list[Work]:
-    """A layer's weights cut out of those of all layers; its kernels joined."""
+def prompt_weights(s: Shard, size: int = 2, chains: int = 1) -> list[Work]:
+    """A layer's weights cut out of those of all layers; its kernels joined, once for all chains."""
+    del chains
     return [Work(UP, "forward", "memory", bytes=2 * size * (s.layer_weights + s.joined_weights), kernels=0.0)]
 
 

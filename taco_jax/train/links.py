@@ -9,7 +9,6 @@ experiments/results/step_nvlink_2gpus.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -20,12 +19,9 @@ from pallas_kernels import nvlink
 from pallas_kernels.nvlink import hardware
 from taco_jax.collectives import matmul_psum, peer_copy
 from taco_jax.compression import chains as rule
-from taco_jax.compression.compression import FEEDBACK_KEYS, Compression
+from taco_jax.compression import copies
+from taco_jax.compression.compression import Compression
 from taco_jax.config import TrainConfig, chains, microbatch, sequence_parallel
-
-MIN_COPY_BYTES = 32 << 20
-"""Bytes of a gradient as it is computed, below which its sum takes one kernel: copies were measured at 112 MiB, and the
-host's part of one, where it waits for the other GPU's thread, does not get shorter with the message."""
 
 # Whether the mlp's sum of the forward pass goes in pieces, too: not before a record shows what that brings.
 PIECES = False
@@ -44,7 +40,7 @@ def choose(plan: Mapping[str, Compression | None], config: TrainConfig, mesh: Me
     if why_not_copied(config, mesh) is not None:
         return dict(plan)
     in_pieces = PIECES and _in_pieces(config)
-    return {site: _chosen(c, in_pieces and site.endswith(LONG_PRODUCT)) for site, c in plan.items()}
+    return {site: copies.with_copies(c, in_pieces and site.endswith(LONG_PRODUCT)) for site, c in plan.items()}
 
 
 def _in_pieces(config: TrainConfig) -> bool:
@@ -57,18 +53,15 @@ def _in_pieces(config: TrainConfig) -> bool:
 def why_not_copied(config: TrainConfig, mesh: Mesh) -> str | None:
     """Returns why no sum is copied on this mesh unless it is asked for; None where sums are."""
     device = mesh.devices.flat[0]
-    if config.mesh.tp != 2 or mesh.devices.size != 2:
-        return f"copies were measured at tp 2 on 2 devices, and this is tp {config.mesh.tp} on {mesh.devices.size}"
+    if (why := copies.why_other_mesh(config.mesh.tp, mesh.devices.size)) is not None:
+        return why
     if device.platform != "gpu" or jax.process_count() > 1:
         return "copies are for GPUs that one process drives"
-    if chains(config, device)[0] > 1 or sequence_parallel(config)[0]:
-        return "copies are for whole sequences in one chain"
-    if config.lora.rank is not None:
-        return "adapters alone have no product beside which a copy could go"
     dtype = jnp.dtype(config.compute_dtype)
     nbytes = microbatch(config) * config.data.sequence_length * config.model.d_model * dtype.itemsize
-    if nbytes < MIN_COPY_BYTES:
-        return f"a gradient's {nbytes:,} bytes are below {MIN_COPY_BYTES:,}"
+    cut, adapters = sequence_parallel(config)[0], config.lora.rank is not None
+    if (why := copies.why_other_step(chains(config, device)[0], cut, adapters, nbytes)) is not None:
+        return why
     return nvlink.why_device_unsupported(device) or hardware.missing(device.device_kind)
 
 
@@ -99,12 +92,3 @@ def compiler_options(
     elif platform != "cpu" and any(c.backward_link == "copy" for c in compressions):
         options |= rule.unless_in_flags(COPY_OPTIONS)
     return options or None
-
-
-def _chosen(compression: Compression | None, in_pieces: bool) -> Compression | None:
-    c = compression
-    if c is None or c.link != "auto" or c.backward_link is not None or c.with_product or c.is_exact:
-        return c
-    if c.algorithm not in ("auto", "one_shot") or any(getattr(c, key) for key in FEEDBACK_KEYS):
-        return c
-    return dataclasses.replace(c, link="copy" if in_pieces else "auto", backward_link="copy")

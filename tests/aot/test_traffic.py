@@ -32,11 +32,17 @@ def no_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, remat, accumulation",
-    [("gpt2_124m", "dots", 1), ("gpt2_124m", "none", 2), ("qwen2p5_7b", "full", 1), ("qwen2p5_7b", "none", 1)],
+    "name, remat, changes",
+    [
+        ("gpt2_124m", "dots", {}),
+        ("gpt2_124m", "none", {"accumulation": 2}),
+        ("qwen2p5_7b", "full", {}),
+        ("qwen2p5_7b", "none", {}),
+        ("qwen2p5_7b", "full", {"chains": 2}),
+    ],
 )
-def test_bytes_and_kernels_of_a_step(name, remat, accumulation, no_cudnn, monkeypatch):
-    compared = check(config(name, remat, accumulation=accumulation))
+def test_bytes_and_kernels_of_a_step(name, remat, changes, no_cudnn, monkeypatch):
+    compared = check(config(name, remat, **changes))
     mesh = make_mesh(1, 1, 2, list(devices(2)))
     nbytes, kernels = traffic(step_lib.build(compared, mesh).lowered.compile().as_text())
     counted, add = [], predict.Timer.work

@@ -101,9 +101,12 @@ def test_errors_are_those_of_the_forecast(experiment):
         for where in (written["groups"], load(ERRORS)["groups"]):
             assert where[name] == pytest.approx(group), name
     steps, prompts = groups["steps of 7B"], groups["first token"]
-    assert steps["median"] <= 0.05 and steps["worst"] <= 0.10 and steps["rows"] >= 30
-    assert prompts["median"] <= 0.05 and prompts["worst"] <= 0.10 and prompts["rows"] >= 6
-    assert groups["all"]["median"] <= 0.05 and groups["all"]["worst"] <= 0.10 and groups["all"]["rows"] >= 68
+    # Chains and copies are among them.
+    assert sum("2 chains" in row["what"] for row in written["rows"]) == 4
+    assert sum("copied" in row["what"] for row in written["rows"]) == 2
+    assert steps["median"] <= 0.05 and steps["worst"] <= 0.10 and steps["rows"] >= 54
+    assert prompts["median"] <= 0.05 and prompts["worst"] <= 0.10 and prompts["rows"] >= 15
+    assert groups["all"]["median"] <= 0.05 and groups["all"]["worst"] <= 0.10 and groups["all"]["rows"] >= 93
     for now, then in zip(errors.published(), written["published"], strict=True):
         assert now["forecast"] == pytest.approx(then["forecast"]), now["what"]
 

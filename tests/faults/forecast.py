@@ -3,6 +3,7 @@
 from faults.mutant import Mutant
 
 TESTS = ("tests/forecast/test_predict.py",)
+CHAINS = ("tests/forecast/test_overlap.py",)
 RECOMMENDED = ("tests/compression/test_recommended.py -k 'rule or run or first_token'",)
 MUTANTS = (
     Mutant(
@@ -164,5 +165,93 @@ MUTANTS = (
         'name = forward + (FEEDBACK if feedback else "")',
         "name = forward",
         TESTS,
+    ),
+    Mutant(
+        "forecast-next-step",
+        "a message of chains goes beside the step that it comes from",
+        "taco_jax/forecast/overlap.py",
+        "following = steps[(number + 1) % len(steps)]",
+        "following = steps[number]",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-handed-on",
+        "a layer's last sum in chains is beside nothing",
+        "taco_jax/forecast/predict.py",
+        "alone=loops if handed_on else math.inf, more",
+        "alone=math.inf, more",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-first-zeros",
+        "no zeros are sent before the first layer in chains",
+        "taco_jax/forecast/predict.py",
+        "more=loops if handed_on else 0.0",
+        "more=0.0",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-filled",
+        "what is left of backward messages of chains goes beside nothing",
+        "taco_jax/forecast/overlap.py",
+        "max(0.0, wanted - spare) / wanted",
+        "wanted / wanted",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-hops",
+        "the second hop of a chain's message is beside all of a step",
+        "taco_jax/forecast/overlap.py",
+        "at = parts[hop] if hop < len(parts) else Load()",
+        "at = parts[-1]",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-second-half",
+        "the attention of a sequence's second half computes its own rows alone",
+        "taco_jax/forecast/work.py",
+        "*attention(s, sequences, before + length, stage",
+        "*attention(s, sequences, length, stage",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-least-chains",
+        "a chain's messages may be as small as compressed ones",
+        "taco_jax/forecast/predict.py",
+        "return max(rule.MIN_CHAIN_BYTES, least)",
+        "return least",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-ceiling",
+        "where nothing is sent there are as many chains as with messages",
+        "taco_jax/forecast/predict.py",
+        '(1, "nothing is sent") if free and config.chains == AUTO else',
+        '(1, "nothing is sent") if False else',
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-copies",
+        "copies are as fast as messages of NCCL's",
+        "taco_jax/forecast/predict.py",
+        'if message.link == "copy" and link.is_nvlink:',
+        "if False:",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-mesh-of-copies",
+        "sums of more devices than two are copied",
+        "taco_jax/forecast/predict.py",
+        "copies.why_other_mesh(config.mesh.tp, config.mesh.size)",
+        "copies.why_other_mesh(2, 2)",
+        CHAINS,
+    ),
+    Mutant(
+        "forecast-layer-gradients",
+        "the gradients of every layer go beside another one",
+        "taco_jax/forecast/predict.py",
+        "((message.calls - 1, self.backward), (1, Load()))",
+        "((message.calls, self.backward),)",
+        CHAINS,
     ),
 )

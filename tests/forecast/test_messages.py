@@ -14,9 +14,10 @@ from taco_jax.config import (
     TrainConfig,
 )
 from taco_jax.config.checks import check
-from taco_jax.forecast import hardware, links, messages, predict
+from taco_jax.forecast import hardware, links, messages, predict, work
 from taco_jax.forecast.cost import Machine
 from taco_jax.mesh import make_mesh
+from taco_jax.models.decoder import LAYER_SITES
 from taco_jax.train import step
 
 WIDE = dataclasses.replace(QWEN2, d_model=128)
@@ -92,6 +93,52 @@ def test_messages_are_those_of_the_traced_step(name):
         share = (message.ranks - 1) / message.ranks * (2 if message.op == "psum" else 1)
         wire = message.nbytes if message.codec.exact else message.codec.wire_bytes(message.elements)
         assert share * wire == pytest.approx(sent, rel=0.1), kind  # wires of small leaves are padded
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("model", [WIDE, dataclasses.replace(WIDE, n_kv_heads=1)])
+def test_gradients_of_a_layer_are_a_message(model, zero1):
+    given = config(
+        {"dp": 2, "tp": 2}, model, data_parallel=DataParallelConfig(gradients="none", overlap=True, zero1=zero1)
+    )
+    (row,) = (r for r in step.build(given, make_mesh(2, 1, 2)).table.rows() if r.site == messages.LAYER_GRADIENTS)
+    found = {m.site: m for m in messages.training(given) if m.kind == "gradient"}
+    of_layer = found[messages.LAYER_GRADIENTS]
+    assert (of_layer.op, of_layer.calls) == (row.op, row.calls) == (row.op, model.n_layers)
+    assert of_layer.elements == pytest.approx(row.elements, rel=0.03)  # tails of blocks are filled up
+    shard = work.Shard(model, 2)
+    assert found["dp/grads"].elements == shard.parameters(model.n_layers) - model.n_layers * of_layer.elements
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_what_chains_make_too_small_goes_exactly(chains):
+    """A message of a layer has 65,536 bytes, a chain's half of it; both ends of the model have no chains."""
+    given = config(
+        {"tp": 2}, chains=chains, remat="full", compression=CompressionConfig("int8h", "int4h", min_bytes=40_000)
+    )
+    table, gpu = step.build(given, make_mesh(tp=2)).table, hardware.gpu("H200")
+    exactly = {row.site for row in table.rows() if row.kind == "activation" and row.codec == "none"}
+    assert exactly == (set(LAYER_SITES) if chains == 2 else set())
+    found = predict.step(given, Machine(gpu, links.parse("host", gpu), 2))
+    assert set(found.exactly) == exactly and found.chains == chains
+    softmax = sum(r.bytes for r in table.rows() if r.site == "head/softmax")
+    assert found.sent == pytest.approx(table.total("activation")[0] + softmax, rel=0.01)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_links_are_those_of_the_configuration(copied):
+    link_of = lambda **c: {
+        (m.direction, m.link)
+        for m in messages.training(config({"tp": 2}, compression=CompressionConfig("int8h", "int8h", **c)), copied)
+        if m.site in LAYER_SITES
+    }
+    backward = "copy" if copied else "auto"
+    assert link_of() == {("forward", "auto"), ("backward", backward)}
+    if not copied:
+        assert link_of(link="nccl") == {("forward", "nccl"), ("backward", "nccl")}
+        assert link_of(backward_link="copy") == {("forward", "auto"), ("backward", "copy")}
+        staged = config({"tp": 2, "pp": 2}, compression=CompressionConfig("int8h", "int8h", backward_link="auto"))
+        assert {m.link for m in messages.training(staged) if m.site in LAYER_SITES} == {"nccl"}
 
 
 def test_bytes_of_a_step_are_those_of_the_site_table():

@@ -90,6 +90,7 @@ SHORT = {
         "codec/stochastic_rounding.py": CONCEPT,
         "collectives/gather_permute.py": CONCEPT,
         "data/prepare/duplicates.py": CONCEPT,
+        "compression/copies.py": "a rule that the trainer and the forecast ask",
         "compression/recommended.py": "reads a table that trainer, layers and inference take",
         "compat.py": "all that differs between versions of JAX",
         "evaluate.py": ENTRY,
