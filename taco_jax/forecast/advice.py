@@ -174,9 +174,10 @@ def sure(machine: Machine, use: str, tp: int, parameters: float = 7e9, chains: i
     if machine.link.kind == "measured" and tp > 1 and tp not in machine.link.hop:
         lines.append(f"assumed: {tp} ranks share the link as the {min(machine.link.hop)} that were measured")
     if chains > 1:
-        where = "at tp 2 over host memory" if use == "first_token" else "at tp 2 over host memory and NVLink"
+        exact = "no exact one" if use == "first_token" else "an exact one over NVLink alone"
         lines.append(
-            f"assumed: a layer's last sum goes beside the next layer; chains were measured {where}, without that"
+            f"assumed: a layer's last sum goes beside the next layer; compressed sums in chains were measured at tp 2 "
+            f"over host memory without that, {exact}"
         )
     if machine.hosts > 1:
         lines.append("assumed: messages over several hosts; nothing has been measured there")

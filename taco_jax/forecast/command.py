@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from taco_jax.codec import AUTO
 from taco_jax.compression import recommended
 from taco_jax.compression.compression import codec_pair
 from taco_jax.config import ConfigError, TrainConfig, cli, overlap
@@ -104,15 +105,19 @@ def main(arguments: Sequence[str]) -> int:
     same = measured is not None and gpu.name in (measured["gpu"], getattr(hardware.find(measured["gpu"]), "name", ""))
     more = {"rails": options.rails, "kernels": kernels, "measured": measured if same else None}
     machine = Machine(gpu, link, devices, hosts=options.hosts, between=between, **more)
-    forecast = _first_token(options, config) if options.ttft else _steps(config)
+    forecast_of = lambda config: _first_token(options, config) if options.ttft else _steps(config)
+    forecast = forecast_of(config)
     use = "training" if options.ttft is None else "first_token"
     result = run(forecast, machine, config, use, options)
+    one_chain = None
+    if config.chains == AUTO and result[0].chains > 1:
+        one_chain = forecast_of(dataclasses.replace(config, chains=1))(machine, "none")
     if options.plot and (devices == 1 or not result[2]):
         raise ConfigError(f"--plot {options.plot}: nothing is sent in a codec here; set --mesh.tp, or leave it out")
-    title, notes = _title(options, config), _notes(options, config, machine, result)
-    print(report.text(title, machine, *result, notes=notes))
+    title, below = _title(options, config), {"notes": _notes(options, config, machine, result), "one_chain": one_chain}
+    print(report.text(title, machine, *result, **below))
     if options.json:
-        _write(options.json, report.as_json(title, machine, *result, notes=notes))
+        _write(options.json, report.as_json(title, machine, *result, **below))
     if options.plot:
         _draw(options, config, machine, [c.codecs for c in result[2]], forecast)
     return 0

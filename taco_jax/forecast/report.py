@@ -17,8 +17,8 @@ PARTS = ("products", "memory", "codec", "messages")
 
 
 def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choices: Sequence[Choice],
-         advice: Advice, notes: Sequence[str] = ()) -> str:  # fmt: skip
-    """Everything that the command prints. notes: lines below the table."""
+         advice: Advice, notes: Sequence[str] = (), one_chain: Forecast | None = None) -> str:  # fmt: skip
+    """Everything that the command prints. notes: lines below the table. one_chain: exact, where that has several."""
     shown = (
         next((c.forecast for c in choices if c is advice.best), None)
         or max(choices, key=lambda c: c.speedup, default=Choice("none", exact, 1.0, None)).forecast
@@ -26,7 +26,7 @@ def text(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choic
     blocks = [
         title,
         machine_text(machine),
-        "\n".join([ways(exact, ceiling, choices), *programs(exact, choices), *notes]),
+        "\n".join([ways(exact, ceiling, choices, one_chain), *programs(exact, choices), *notes]),
         sites(exact),
         *([sites(shown)] if shown is not exact else []),
         f"recommendation: {advice.text}",
@@ -48,9 +48,11 @@ def machine_text(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def ways(exact: Forecast, ceiling: Forecast, choices: Sequence[Choice]) -> str:
+def ways(exact: Forecast, ceiling: Forecast, choices: Sequence[Choice], one_chain: Forecast | None = None) -> str:
     head = f"{'':18}{'ms':>9}{'speed':>8}{'fewer bytes':>13}  loss by the record"
     rows = [head, _way("exact", exact, exact, "")]
+    if one_chain is not None:
+        rows.append(_way("exact, one chain", one_chain, exact, "as in a program without chains"))
     for c in choices:
         loss = "no record" if c.loss is None else f"{c.loss}, {c.loss.source.partition(':')[0]}"
         rows.append(_way(c.codecs, c.forecast, exact, loss))
@@ -106,7 +108,8 @@ def _row(name: str, part: Part) -> str:
 
 
 def as_json(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, choices: Sequence[Choice],
-            advice: Advice, notes: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
+            advice: Advice, notes: Sequence[str] = (),
+            one_chain: Forecast | None = None) -> dict[str, Any]:  # fmt: skip
     """The figures of `text`. Times are milliseconds."""
     found = {
         "what": title, "notes": list(notes),
@@ -121,6 +124,8 @@ def as_json(title: str, machine: Machine, exact: Forecast, ceiling: Forecast, ch
         },
         "sure": list(advice.sure),
     }  # fmt: skip
+    if one_chain is not None:
+        found["exact_one_chain"] = _forecast(one_chain, exact)
     if machine.between is not None:
         found["between"] = {"name": machine.between.name, "gb_s": machine.between.gb_s(2), "rails": machine.rails}
     return found

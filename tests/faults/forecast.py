@@ -254,4 +254,12 @@ MUTANTS = (
         "((message.calls, self.backward),)",
         CHAINS,
     ),
+    Mutant(
+        "forecast-one-chain",
+        "what a program without chains takes is that of one with them",
+        "taco_jax/forecast/command.py",
+        "forecast_of(dataclasses.replace(config, chains=1))(machine",
+        "forecast_of(config)(machine",
+        ("tests/forecast/test_command.py -k exact_of_one_chain",),
+    ),
 )

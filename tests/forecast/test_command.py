@@ -44,6 +44,20 @@ def test_a_first_token_and_another_loss(capsys):
     assert "int4h,block=32" in text and "no record" in text and "assumed: Triton kernels" in text
 
 
+@pytest.mark.parametrize("prompt", [(), ("--ttft", "8192")])
+def test_exact_of_one_chain_stands_beside_exact_of_several(prompt, tmp_path, capsys):
+    def found(*given):
+        file = tmp_path / "f.json"
+        assert cli.run(command.main, [*ON, *prompt, *given, "--json", str(file)]) == 0
+        return json.loads(file.read_text()), capsys.readouterr().out
+
+    (auto, text), (one, of_one) = found(), found("--chains", "1")
+    assert auto["exact"]["chains"] == 2 and one["exact"]["chains"] == auto["exact_one_chain"]["chains"] == 1
+    assert auto["exact_one_chain"]["ms"] == one["exact"]["ms"] > auto["exact"]["ms"]
+    assert re.search(rf"^exact, one chain +{one['exact']['ms']:.1f} +0\.\d\dx", text, re.M)
+    assert "exact_one_chain" not in one and "exact, one chain" not in of_one
+
+
 @pytest.mark.parametrize(
     "given, codec, said",
     [
