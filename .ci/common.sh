@@ -23,6 +23,8 @@ begin() {
     work=$(mktemp -d)
     mkdir "$work/tmp"
     export TMPDIR=$work/tmp
+    # Tests start hundreds of processes, each of which would compile jax's modules anew.
+    unset PYTHONDONTWRITEBYTECODE
     trap 'rm -rf "$work"' EXIT
     trap 'stopped INT 130' INT
     trap 'stopped TERM 143' TERM
